@@ -1,0 +1,587 @@
+"""The experiment config: typed, validated, and the only place where defaults live.
+
+`load_experiment` turns a YAML file (or the mapping that Snakemake parsed) into an `ExperimentConfig`;
+every fault becomes a `ConfigError` that names the key and what is accepted. `variant_config` applies a
+variant's overrides. `LLMPPO(...)` takes the fields of `PPOConfig` and `SamplingConfig` as keywords.
+"""
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from llmppo.errors import ConfigError
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+
+
+class Section(BaseModel):
+    """A config section: unknown keys are refused, values don't change after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+
+
+class WarmStartConfig(Section):
+    """Supervised warm start of a tiny model on dialogues of scripted players."""
+
+    dialogues: str = Field(
+        "llmppo.envs.guess_number:demonstration",
+        description="`module:function` taking `(rng, **kwargs)` and returning one dialogue as (observation, action) pairs.",
+    )
+    kwargs: dict[str, Any] = Field({}, description="Keyword arguments of the dialogue function.")
+    steps: Positive = Field(2000, description="AdamW steps.")
+    batch_size: Positive = Field(16, description="Dialogues in a step.")
+    learning_rate: Rate = Field(4e-3, description="Peak learning rate; cosine decay to zero.")
+    environment_loss_weight: Rate = Field(
+        0.1, description="Loss weight of environment text; replies weigh 1."
+    )
+
+
+class TinyModelConfig(Section):
+    """A tiny Qwen2 model with a byte-level tokenizer, built and warm-started by the `base_model` stage."""
+
+    kind: Literal["tiny"]
+    hidden_size: Positive = Field(96, description="Width of the residual stream.")
+    layers: Positive = Field(2, description="Transformer layers.")
+    heads: Positive = Field(4, description="Attention heads.")
+    kv_heads: Positive = Field(2, description="Key-value heads.")
+    intermediate_size: Positive = Field(256, description="Width of the feed-forward layer.")
+    max_positions: Positive = Field(1024, description="Longest sequence.")
+    per_seed: bool = Field(True, description="Each seed gets its own initialisation and warm start.")
+    warm_start: WarmStartConfig | None = Field(
+        WarmStartConfig(), description="Supervised warm start; null keeps random weights."
+    )
+
+
+class GgufModelConfig(Section):
+    """A GGUF file, from an installed Python package or a path, unpacked to a safetensors directory."""
+
+    kind: Literal["gguf"]
+    package: str | None = Field(None, description="Installed Python package that holds the file.")
+    file: str = Field(
+        "*.gguf", description="File name or glob inside the package, or a path when `package` is null."
+    )
+
+
+class PretrainedModelConfig(Section):
+    """A model directory in Hugging Face format, or a hub id."""
+
+    kind: Literal["pretrained"]
+    path: str = Field(description="Local directory or hub id.")
+    revision: str | None = Field(None, description="Hub revision; pin it for reproducible runs.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="Data type of the frozen base weights."
+    )
+    trust_remote_code: bool = Field(False, description="Execute Python code that the model directory ships.")
+
+
+BaseModelConfig = Annotated[
+    TinyModelConfig | GgufModelConfig | PretrainedModelConfig, Field(discriminator="kind")
+]
+
+
+class DatasetConfig(Section):
+    """Files of a dataset environment: made by a generator, or your own JSONL."""
+
+    generator: str | None = Field(
+        None, description="`module:function` returning `(train_rows, eval_rows)` from `(seed, **kwargs)`."
+    )
+    kwargs: dict[str, Any] = Field({}, description="Keyword arguments of the generator.")
+    seed: NonNegative = Field(0, description="Seed of the generator.")
+    train: str | None = Field(None, description="JSONL file of training rows (without a generator).")
+    eval: str | None = Field(None, description="JSONL file of held-out rows (without a generator).")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.generator is None) == (self.train is None):
+            raise ValueError("give either `generator` or `train` (with `eval`), not both or none")
+        if self.generator is None and self.eval is None:
+            raise ValueError("`train` needs `eval`: held-out rows in a JSONL file of their own")
+        return self
+
+
+class EnvConfig(Section):
+    """The environment and how its texts become tokens."""
+
+    factory: str = Field(
+        "llmppo.envs.guess_number:GuessNumber",
+        description="`module:callable` that makes one environment; `kwargs` are its arguments.",
+    )
+    kwargs: dict[str, Any] = Field({}, description="Keyword arguments of the factory.")
+    max_turns: Positive = Field(4, description="Turns after which an episode is truncated.")
+    apply_chat_template: bool = Field(
+        True, description="Frame texts with the tokenizer's chat template; false concatenates plain text."
+    )
+    chat_template_kwargs: dict[str, Any] = Field({}, description="Extra arguments of the chat template.")
+    system_prompt: str | None = Field(None, description="System message, once at the start of an episode.")
+    success_threshold: float = Field(
+        1.0,
+        description="Return from which an episode counts as a success when the environment's info has no `success` or `correct`.",
+    )
+
+
+class SamplingConfig(Section):
+    """How replies are sampled."""
+
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        1.0, description="Sampling temperature; the trainer's log-probs use the same."
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling threshold.")
+    top_k: NonNegative = Field(0, description="Sample among the k likeliest tokens; 0 is off.")
+    min_p: Fraction = Field(0.0, description="Probability cutoff relative to the likeliest token; 0 is off.")
+    repetition_penalty: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="Penalty on tokens already in the transcript; 1 is off."
+    )
+    min_output_tokens: NonNegative | None = Field(None, description="Fewest sampled tokens of a reply.")
+    max_output_tokens: Positive | None = Field(
+        None, description="Most sampled tokens of a reply; null leaves `max_model_len` as the bound."
+    )
+    max_model_len: Positive = Field(1024, description="Longest transcript in tokens.")
+    hf_generate_chunk_size: Positive | None = Field(
+        None, description="Prompts that one generation batch of the `hf` engine holds; null takes all."
+    )
+    logit_bias: dict[int, float] | None = Field(
+        None, description="Token id to logit offset, added at sampling and in the trainer's log-probs."
+    )
+
+    @model_validator(mode="after")
+    def _lengths(self) -> Self:
+        if self.max_output_tokens is not None and self.max_output_tokens >= self.max_model_len:
+            raise ValueError(
+                f"max_output_tokens ({self.max_output_tokens}) must be below max_model_len ({self.max_model_len})"
+            )
+        if self.min_output_tokens is not None and self.min_output_tokens > (
+            self.max_output_tokens or self.max_model_len
+        ):
+            raise ValueError("min_output_tokens exceeds max_output_tokens")
+        return self
+
+
+class RolloutConfig(SamplingConfig):
+    """How many episodes an iteration collects, and how."""
+
+    shard_size: Positive = Field(
+        256,
+        description="Episodes of one rollout job; results depend on it, not on how many jobs run at once.",
+    )
+
+
+class LoraSection(Section):
+    """The LoRA adapters of actor, critic and reference."""
+
+    r: Positive = Field(16, description="Rank.")
+    lora_alpha: Positive = Field(32, description="Scale numerator.")
+    target_modules: str | list[str] = Field("all-linear", description="Adapted modules, in PEFT's terms.")
+    top_layers: Positive | None = Field(
+        None,
+        description="Adapt only the last n layers; the layers below are frozen and run once a batch for every role.",
+    )
+
+
+class CosineLRScheduleConfig(Section):
+    """Linear warm-up, then half a cosine; one step per learn call."""
+
+    num_steps: Positive = Field(description="Learn calls until the minimum is reached.")
+    warmup_proportion: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="Share of `num_steps` spent warming up."
+    )
+    min_lr_ratio: Fraction = Field(0.1, description="Final learning rate over its peak.")
+
+
+class PPOConfig(Section):
+    """The algorithm: what `LLMPPO` computes in one learn call."""
+
+    batch_size: Positive = Field(16, description="Episodes of one learn call, over all ranks.")
+    mini_batch_size: Positive | None = Field(
+        None, description="Episodes of one optimizer step, per rank; null takes the whole batch."
+    )
+    micro_batch_size_per_gpu: Positive | None = Field(
+        None,
+        description="Episodes of one backward pass; null takes the mini-batch. Gradients don't depend on it.",
+    )
+    max_tokens_per_micro_batch: Positive | None = Field(
+        None, description="Bound on the padded tokens of a micro-batch (a single longer row still runs)."
+    )
+    update_epochs: Positive = Field(1, description="Passes over the batch in one learn call.")
+    lr_actor: Rate = Field(5e-7, description="Peak learning rate of the actor's adapter.")
+    lr_critic: Rate | None = Field(
+        5e-5, description="Peak learning rate of the critic; null takes `lr_actor`."
+    )
+    adam_betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="AdamW betas.")
+    weight_decay: Rate = Field(0.0, description="AdamW weight decay.")
+    max_grad_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Gradient norm bound, per role.")
+    share_grad_clip: bool = Field(False, description="Clip actor and critic by their common norm.")
+    cosine_lr_schedule_config: CosineLRScheduleConfig | None = Field(
+        None, description="Learning-rate schedule; the actor's starts after the critic warm-up."
+    )
+
+    gamma: Fraction = Field(1.0, description="Discount from one turn to the next.")
+    token_gamma: Fraction = Field(1.0, description="Discount between tokens of one turn (token axis).")
+    gae_lambda: Fraction = Field(0.95, description="GAE lambda of the policy's advantages.")
+    critic_gae_lambda: Fraction | None = Field(
+        None, description="GAE lambda of the critic's returns; null takes `gae_lambda`."
+    )
+    length_adaptive_lambda: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="alpha of lambda = 1 - 1/(alpha * N) on the token axis, N the row's action tokens; null is off.",
+    )
+    advantage_granularity: Literal["auto", "turn", "token"] = Field(
+        "auto", description="Axis of GAE: `auto` is token when `max_turns` is 1, else turn."
+    )
+    turn_value_reduction: Literal["initial_value", "mean", "final_value"] = Field(
+        "initial_value",
+        description="Value of a turn: at its first action position (the state before it), or the mean or last of its tokens.",
+    )
+    truncation: Literal["terminal", "bootstrap", "mask"] = Field(
+        "terminal",
+        description="Value after a truncated episode: zero, the critic's, or no loss for the episode.",
+    )
+    whiten_advantages: bool = Field(
+        True, description="Normalise advantages over all units of the update batch."
+    )
+    normalize_returns: bool = Field(
+        False, description="Divide returns by their running deviation after taking their running mean off."
+    )
+
+    importance_sampling_level: Literal["auto", "token", "turn", "trajectory"] = Field(
+        "auto",
+        description="Unit of the policy ratio; `auto` is the GAE axis when `turn_level_clip`, else token.",
+    )
+    turn_level_clip: bool = Field(True, description="Read only by `importance_sampling_level: auto`.")
+    turn_ratio_pooling: Literal["sum", "mean"] = Field(
+        "sum", description="Pooling of log-ratios over the tokens of a turn."
+    )
+    clip_coef: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.2, description="PPO clip range below 1 (and above, without `clip_coef_high`)."
+    )
+    clip_coef_high: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Clip range above 1; null takes `clip_coef`."
+    )
+    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
+        None,
+        description="Bound on the loss of units with negative advantage, as a multiple of it; null is off.",
+    )
+    loss_normalization: Literal["token", "sequence", "constant"] = Field(
+        "token",
+        description="Divide the loss sum by the units of the mini-batch, by episodes (each the mean of its units), or by `batch_size * max_turns`.",
+    )
+    ent_coef: Rate = Field(0.0, description="Weight of the entropy bonus.")
+    beta: Rate = Field(
+        0.001, description="Weight of the KL penalty against the reference; 0 runs no reference pass."
+    )
+    kl_placement: Literal["loss", "reward"] = Field(
+        "loss", description="k3 in the loss, or k1 on the reward of each token."
+    )
+    kl_clamp: Annotated[float, Field(gt=0)] | None = Field(
+        10.0, description="Tokens below the reference with k3 above this get no KL gradient; null is off."
+    )
+    target_kl: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="Stop the remaining epochs once the approximate KL of an epoch exceeds this; null is off.",
+    )
+    vllm_importance_sampling_correction: bool = Field(
+        True,
+        description="Weight units by the capped ratio of trainer to engine probability when engine log-probs of another engine are given.",
+    )
+    vllm_importance_sampling_cap: Annotated[float, Field(gt=0)] = Field(
+        2.0, description="Cap of that weight."
+    )
+    vllm_max_logprob_gap: Annotated[float, Field(gt=0)] = Field(
+        0.1, description="Warn when the mean gap of engine and trainer log-probs exceeds this (nats)."
+    )
+    vllm_max_clip_fraction: Fraction = Field(
+        0.02, description="Warn when more than this share of tokens reaches the cap."
+    )
+
+    critic: Literal["adapter", "head"] = Field(
+        "adapter",
+        description="The critic's own adapter and head, or a head on the actor's hidden state behind a stop-gradient.",
+    )
+    vf_coef: Rate = Field(0.5, description="Weight of the value loss.")
+    vf_clip_coef: Annotated[float, Field(gt=0)] | Literal["clip_coef"] | None = Field(
+        "clip_coef", description="Value clip range; `clip_coef` takes the policy's, null is off."
+    )
+    critic_warmup_steps: NonNegative = Field(
+        0, description="First learn calls that touch only the critic, on Monte Carlo returns."
+    )
+    critic_warmup_epochs: Positive | None = Field(
+        None, description="Passes over the batch in a critic warm-up step; null takes `update_epochs`."
+    )
+    use_separate_reference_adapter: bool = Field(
+        True, description="Keep an adapter as reference; false takes the base model."
+    )
+
+    cast_logprobs_to_fp32: bool = Field(True, description="Reduce log-probs in fp32; storage is fp32 always.")
+    chunk_rows: Positive | None = Field(
+        None, description="Action positions of one output-head tile; null picks it from the vocabulary."
+    )
+    fuse_actor_critic_pass: bool | None = Field(
+        None, description="Actor and critic rows in one pass over the base; null fuses off CUDA."
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute layer activations in the backward pass."
+    )
+    calc_position_embeddings: bool = Field(True, description="Pass explicit position ids to the model.")
+
+    @model_validator(mode="after")
+    def _batches(self) -> Self:
+        if self.mini_batch_size is not None and self.mini_batch_size > self.batch_size:
+            raise ValueError(
+                f"mini_batch_size ({self.mini_batch_size}) exceeds batch_size ({self.batch_size})"
+            )
+        micro, mini = self.micro_batch_size_per_gpu, self.mini_batch_size or self.batch_size
+        if micro is not None and micro > mini:
+            raise ValueError(f"micro_batch_size_per_gpu ({micro}) exceeds the mini-batch ({mini})")
+        schedule = self.cosine_lr_schedule_config
+        if schedule is not None and self.critic_warmup_steps >= schedule.num_steps:
+            raise ValueError(
+                "critic_warmup_steps must be below cosine_lr_schedule_config.num_steps, else the actor never trains"
+            )
+        return self
+
+    @property
+    def critic_learning_rate(self) -> float:
+        return self.lr_actor if self.lr_critic is None else self.lr_critic
+
+    @property
+    def value_clip(self) -> float | None:
+        return self.clip_coef if self.vf_clip_coef == "clip_coef" else self.vf_clip_coef
+
+    def granularity(self, max_turns: int) -> Literal["turn", "token"]:
+        """Axis of GAE for an environment of at most `max_turns` turns; never re-decided from a batch."""
+        if self.advantage_granularity == "auto":
+            return "token" if max_turns == 1 else "turn"
+        return self.advantage_granularity
+
+    def ratio_level(self, max_turns: int) -> Literal["token", "turn", "trajectory"]:
+        """Unit of the importance ratio."""
+        if self.importance_sampling_level == "auto":
+            return self.granularity(max_turns) if self.turn_level_clip else "token"
+        return self.importance_sampling_level
+
+
+class EvaluationConfig(Section):
+    """Evaluation on fixed held-out tasks."""
+
+    every: Positive = Field(5, description="Evaluate every n-th iteration, the first policy and the last.")
+    episodes: Positive = Field(512, description="Episodes of one evaluation.")
+    decoding: list[Literal["greedy", "sampled"]] = Field(
+        ["greedy"], min_length=1, description="Decodings; the first one is the headline score."
+    )
+    temperature: Annotated[float, Field(gt=0)] = Field(1.0, description="Temperature of sampled decoding.")
+    seed: NonNegative = Field(
+        1_000_003, description="Seed of the evaluation tasks, the same for every policy, variant and seed."
+    )
+
+
+class ExportConfig(Section):
+    """What the exported model holds."""
+
+    merged: bool = Field(True, description="Also write the merged model, which needs no PEFT to load.")
+
+
+class TrackingConfig(Section):
+    """The MLflow mirror of the metrics files."""
+
+    mlflow: bool = Field(True, description="Mirror metrics, params and artefacts to MLflow.")
+    uri: str | None = Field(None, description="Tracking URI; null takes a sqlite file in the results folder.")
+
+
+class StopConfig(Section):
+    """Early stop of a chain; the last policy is passed on without loading anything."""
+
+    metric: Literal["eval/success_rate", "rollout/success_rate", "rollout/reward_mean"] = Field(
+        "eval/success_rate", description="Metric that is compared."
+    )
+    value: float = Field(description="Stop once the metric reaches this.")
+
+
+class ReportConfig(Section):
+    """The HTML report."""
+
+    transcripts: NonNegative = Field(5, description="Transcripts shown before and after training.")
+
+
+class StageResources(Section):
+    """What one job of a stage may use."""
+
+    threads: Positive = Field(
+        1,
+        description="Torch threads of a job, the same on every machine so that results don't depend on cores.",
+    )
+    mem_mb: Positive = Field(2000, description="Memory request.")
+    runtime: Positive = Field(120, description="Time request in minutes.")
+    gpus: NonNegative = Field(0, description="GPU request.")
+
+
+class ResourcesConfig(Section):
+    """Resources by stage."""
+
+    base_model: StageResources = StageResources()
+    rollout: StageResources = StageResources()
+    update: StageResources = StageResources()
+    evaluate: StageResources = StageResources()
+    export: StageResources = StageResources()
+
+
+class ExperimentConfig(Section):
+    """One experiment: variants x seeds, each a chain of iterations."""
+
+    name: Name = Field(description="Folder below `results`, and the MLflow experiment.")
+    description: str = Field("", description="One or two sentences for the report.")
+    results: str = Field("results", description="Output root.")
+    seeds: list[NonNegative] = Field(
+        [0], min_length=1, description="Random seeds; each is a chain of its own."
+    )
+    iterations: Positive = Field(20, description="PPO updates; raising it extends a finished run.")
+    keep_every: Positive = Field(
+        10,
+        description="Optimizer state and adapters are kept every n-th iteration, where evaluated, and for the latest two.",
+    )
+    device: Literal["cpu", "cuda"] = Field("cpu", description="Where models run.")
+    stop_at: StopConfig | None = Field(None, description="Ends a chain early; null runs all iterations.")
+    base_model: BaseModelConfig
+    dataset: DatasetConfig | None = Field(None, description="Rows for a dataset environment.")
+    env: EnvConfig = EnvConfig()
+    lora: LoraSection = LoraSection()
+    rollout: RolloutConfig = RolloutConfig()
+    ppo: PPOConfig = PPOConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    export: ExportConfig = ExportConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    report: ReportConfig = ReportConfig()
+    resources: ResourcesConfig = ResourcesConfig()
+    variants: dict[Name, dict[str, Any]] = Field(
+        {"main": {}},
+        min_length=1,
+        description="Name to overrides of `base_model`, `env`, `lora`, `rollout` or `ppo`, nested as in this file.",
+    )
+
+    @field_validator("seeds")
+    @classmethod
+    def _distinct(cls, seeds: list[int]) -> list[int]:
+        if len(set(seeds)) != len(seeds):
+            raise ValueError("seeds repeat; each seed is one chain")
+        return seeds
+
+
+VARIANT_SECTIONS = ("base_model", "dataset", "env", "lora", "rollout", "ppo")
+
+
+def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested update: mappings merge, everything else replaces."""
+    result = dict(base)
+    for key, value in overrides.items():
+        current = result.get(key)
+        both = isinstance(current, Mapping) and isinstance(value, Mapping)
+        result[key] = merge(current, value) if both else value
+    return result
+
+
+def _known_keys(location: tuple[Any, ...]) -> list[str]:
+    """Accepted keys of the section that a pydantic error location points into, for 'did you mean'."""
+    models: list[Any] = [ExperimentConfig]
+    for part in location:
+        following: list[Any] = []
+        for model in models:
+            field = model.model_fields.get(part) if isinstance(part, str) else None
+            if field is not None:
+                following += _sections_in(field.annotation)
+        models = following or models
+    return sorted({name for model in models for name in model.model_fields})
+
+
+def _sections_in(annotation: Any) -> list[Any]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for argument in getattr(annotation, "__args__", ()) for section in _sections_in(argument)]
+
+
+def explain(error: ValidationError, source: str) -> ConfigError:
+    """One line for each fault: the key, what is wrong, the value, and the nearest accepted key."""
+    lines = []
+    for fault in error.errors():
+        location = tuple(fault["loc"])
+        key = ".".join(str(part) for part in location) or "(top level)"
+        message = fault["msg"].removeprefix("Value error, ")
+        if fault["type"] == "extra_forbidden":
+            known = _known_keys(location[:-1])
+            near = difflib.get_close_matches(str(location[-1]), known, n=1)
+            message = (
+                f"unknown key{f'; did you mean `{near[0]}`?' if near else ''} Accepted: {', '.join(known)}"
+            )
+        elif fault["type"] == "missing":
+            message = "is required"
+        elif not isinstance(fault["input"], (dict, Section)):
+            message = f"{message} (got {fault['input']!r})"
+        lines.append(f"  {key}: {message}")
+    return ConfigError(f"{source}:\n" + "\n".join(lines))
+
+
+def parse_experiment(values: Mapping[str, Any], source: str = "config") -> ExperimentConfig:
+    """Validate a mapping, every variant included. Raises ConfigError."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{source}: expected a mapping of config keys, got {type(values).__name__}")
+    try:
+        experiment = ExperimentConfig.model_validate(dict(values))
+    except ValidationError as error:
+        raise explain(error, source) from None
+    for variant in experiment.variants:
+        variant_config(experiment, variant, source)
+    return experiment
+
+
+def load_experiment(path: str | Path) -> ExperimentConfig:
+    """Read and validate an experiment YAML. Raises ConfigError naming the file and each faulty key."""
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path} does not exist; the shipped experiments are config/config.yaml and config/experiments/*.yaml"
+        ) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    return parse_experiment(values, str(path))
+
+
+def variant_config(experiment: ExperimentConfig, variant: str, source: str = "config") -> ExperimentConfig:
+    """The experiment with one variant's overrides applied, cross-section rules checked."""
+    if variant not in experiment.variants:
+        raise ConfigError(f"{source}: no variant `{variant}`; there are: {', '.join(experiment.variants)}")
+    overrides = experiment.variants[variant]
+    stray = sorted(set(overrides) - set(VARIANT_SECTIONS))
+    if stray:
+        raise ConfigError(
+            f"{source}:\n  variants.{variant}.{stray[0]}: a variant may override {', '.join(VARIANT_SECTIONS)}"
+        )
+    values = merge(experiment.model_dump(exclude_unset=True, mode="json"), overrides)
+    try:
+        resolved = ExperimentConfig.model_validate(values)
+    except ValidationError as error:
+        raise explain(error, f"{source} (variant {variant})") from None
+    _check_combination(resolved, f"{source} (variant {variant})")
+    return resolved
+
+
+def _check_combination(config: ExperimentConfig, source: str) -> None:
+    """Rules across sections."""
+    faults = []
+    top = config.lora.top_layers
+    if isinstance(config.base_model, TinyModelConfig) and top is not None and top > config.base_model.layers:
+        faults.append(f"lora.top_layers: {top} exceeds base_model.layers ({config.base_model.layers})")
+    if (
+        isinstance(config.base_model, TinyModelConfig)
+        and config.rollout.max_model_len > config.base_model.max_positions
+    ):
+        faults.append(
+            f"rollout.max_model_len: {config.rollout.max_model_len} exceeds base_model.max_positions ({config.base_model.max_positions})"
+        )
+    if faults:
+        raise ConfigError(f"{source}:\n" + "\n".join(f"  {fault}" for fault in faults))

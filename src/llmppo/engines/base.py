@@ -1,0 +1,45 @@
+"""What a generation engine is: token ids in, token ids and sampled log-probs out.
+
+An engine never sees text, gets one explicit seed for each request, and reports why it stopped. The
+sampled end token is part of the reply.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmppo.trajectories.episode import StopReason
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """One reply to sample after `token_ids`; `max_new_tokens` >= 1 already respects the context length."""
+
+    token_ids: Sequence[int]
+    seed: int
+    max_new_tokens: int
+    min_new_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """Sampled ids [n] and their log-probs [n] under the policy at the sampling temperature."""
+
+    token_ids: list[int]
+    logprobs: NDArray[np.float32]
+    stop_reason: (
+        StopReason  # EOS, STOP or LENGTH; the harness turns LENGTH into CONTEXT where that was the bound
+    )
+
+
+class GenerationEngine(Protocol):
+    """Samples replies for a batch of requests, all of them together."""
+
+    decode_steps: int  # model calls that sampled a token, over the engine's life
+
+    def generate(self, requests: Sequence[GenerationRequest], *, greedy: bool = False) -> list[Generation]:
+        """Replies in the order of the requests."""
+        ...

@@ -1,0 +1,29 @@
+"""Exception types, one a kind of fault; each message names the file, key or episode and the way out."""
+
+
+class LlmppoError(Exception):
+    """Base of every error a user can cause; the command line prints it without a traceback."""
+
+
+class ConfigError(LlmppoError):
+    """A key, value or combination in an experiment config that can't be used."""
+
+
+class ArtefactError(LlmppoError):
+    """A file in a results folder is missing, damaged or of another kind than expected."""
+
+
+class TrajectoryError(LlmppoError):
+    """An episode breaks an invariant of the trajectory format."""
+
+
+class EnvironmentFault(LlmppoError):
+    """An environment raised, or returned something outside its protocol."""
+
+
+class NonFiniteError(LlmppoError):
+    """A loss or gradient is NaN or infinite; names the episodes, raised before any weight changes."""
+
+
+class TemplateError(LlmppoError):
+    """A chat template can't frame a turn without changing the tokens before it."""

@@ -1,0 +1,137 @@
+"""Files that are either whole or absent: atomic writes, canonical JSON, hashes and manifests.
+
+Everything is written under a temporary name in the same folder, fsynced and renamed, so that a file
+(or a folder with a `manifest.json`) that has its final name is complete.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from llmppo.errors import ArtefactError
+
+MANIFEST = "manifest.json"
+
+
+def canonical_json(value: Any) -> str:
+    """JSON with sorted keys and no spaces: equal values give equal text."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def digest(value: Any, length: int = 12) -> str:
+    """Short hex hash of a JSON-able value."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:length]
+
+
+def sha256_file(path: Path) -> str:
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def _fsync_path(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; on a clean exit it is fsynced and takes `path`'s name."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.tmp{os.getpid()}")
+    try:
+        yield temporary
+        _fsync_path(temporary)
+        os.replace(temporary, target)
+        _fsync_path(target.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write indented JSON with sorted keys. Non-finite numbers are refused (they are not JSON)."""
+    write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ArtefactError(f"{path} does not exist; run the stage that writes it first") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ArtefactError(
+            f"{path} is not valid JSON ({error}); delete it and run the same command"
+        ) from error
+
+
+def write_manifest(folder: Path, **facts: Any) -> dict[str, Any]:
+    """Write `manifest.json`: sha256 and size of every file below `folder`, and `facts`. Written last."""
+    files = {
+        str(path.relative_to(folder)): {"sha256": sha256_file(path), "bytes": path.stat().st_size}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != MANIFEST
+    }
+    manifest = {**facts, "files": files}
+    write_json(folder / MANIFEST, manifest)
+    return manifest
+
+
+def check_manifest(
+    folder: str | os.PathLike[str], allow_missing: Callable[[str], bool] = lambda name: False
+) -> dict[str, Any]:
+    """Return a folder's manifest after comparing every file with it.
+
+    Raises ArtefactError naming the first file that is absent (unless `allow_missing(name)`) or differs.
+    """
+    root = Path(folder)
+    manifest = read_json(root / MANIFEST)
+    for name, entry in manifest["files"].items():
+        path = root / name
+        if not path.is_file():
+            if allow_missing(name):
+                continue
+            raise ArtefactError(
+                f"{path} is missing although {root / MANIFEST} lists it; delete {root} and run the same command"
+            )
+        if path.stat().st_size != entry["bytes"] or sha256_file(path) != entry["sha256"]:
+            raise ArtefactError(
+                f"{path} differs from its manifest (damaged or edited); delete {root} and run the same command"
+            )
+    return manifest
+
+
+@contextmanager
+def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield an empty temporary folder that takes the name `path` on a clean exit, replacing what was there.
+
+    A folder is valid only with its manifest, which callers write last (`write_manifest`).
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.tmp{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                _fsync_path(file)
+        if target.exists():
+            shutil.rmtree(target)
+        os.replace(temporary, target)
+        _fsync_path(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
