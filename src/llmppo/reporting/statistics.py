@@ -1,0 +1,58 @@
+"""Means and 95 % intervals: over seeds, and of a success rate over episodes.
+
+Seeds are the independent repetitions of an experiment, so several seeds give a t interval of their mean;
+a single seed only has the binomial interval of its evaluation, which says nothing of other seeds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from statistics import NormalDist, fmean, stdev
+from typing import Literal
+
+LEVEL = 0.95
+Kind = Literal["seeds", "episodes", "none"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with its interval; `low` and `high` are None where none can be given (`kind` "none")."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    n: int  # seeds, or episodes
+    kind: Kind
+
+
+def t_interval(values: Sequence[float]) -> Estimate:
+    """Mean of n values with Student's t interval, mean ± t(n-1) s / sqrt(n); no interval for n = 1.
+
+    Not cut to [0, 1]: with few seeds it is wide, and hiding that would hide how little is known.
+    """
+    mean = fmean(values)
+    n = len(values)
+    if n < 2:
+        return Estimate(mean, None, None, n, "none")
+    from scipy.special import stdtrit
+
+    half = float(stdtrit(n - 1, (1 + LEVEL) / 2)) * stdev(values) / sqrt(n)
+    return Estimate(mean, mean - half, mean + half, n, "seeds")
+
+
+def wilson_interval(rate: float, n: int) -> Estimate:
+    """A share of n episodes with Wilson's score interval (Wilson 1927), good at 0 and 1 too."""
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+    centre = (rate + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * sqrt(rate * (1 - rate) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    return Estimate(rate, max(0.0, centre - half), min(1.0, centre + half), n, "episodes")
+
+
+def split_rise(before: tuple[float, float], after: tuple[float, float]) -> tuple[float, float]:
+    """How much of a rise in success is format: (by more valid answers, by better valid answers).
+
+    Each argument is (share of valid answers v, success among them s). Success is v * s, and the rise
+    splits without rest into Δv * mean(s) + Δs * mean(v) (Kitagawa 1955).
+    """
+    (v0, s0), (v1, s1) = before, after
+    return (v1 - v0) * (s0 + s1) / 2, (s1 - s0) * (v0 + v1) / 2
