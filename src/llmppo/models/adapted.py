@@ -1,0 +1,243 @@
+"""One frozen base model with LoRA adapters for actor, critic and reference, and a value head.
+
+Rows are right-padded and attention is causal, so a real position never sees padding and no id has a
+special meaning. Layers below the lowest adapted one are the same for every role: `lower` runs them
+once, and later passes start from its output.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from llmppo.config import LoraSection
+from llmppo.errors import ConfigError
+from llmppo.models.head import OutputHead
+from llmppo.models.routing import AdapterRouter, Route
+from llmppo.seeding import derive_seed
+
+ACTOR, CRITIC, REFERENCE = "actor", "critic", "reference"
+
+
+def lora_config(section: LoraSection, base: Any) -> LoraConfig:
+    """PEFT's config for a config section; `top_layers` becomes `layers_to_transform`."""
+    targets: str | list[str] = section.target_modules
+    layers: list[int] | None = None
+    if section.top_layers is not None:
+        stack = getattr(base.get_decoder(), "layers", None)
+        if stack is None:
+            raise ConfigError("lora.top_layers needs a model with a list of decoder layers")
+        if section.top_layers > len(stack):
+            raise ConfigError(
+                f"lora.top_layers: {section.top_layers} exceeds the model's {len(stack)} layers"
+            )
+        layers = list(range(len(stack) - section.top_layers, len(stack)))
+        if targets == "all-linear":
+            targets = sorted(
+                {
+                    name.rsplit(".", 1)[-1]
+                    for name, part in stack.named_modules()
+                    if isinstance(part, nn.Linear)
+                }
+            )
+    return LoraConfig(
+        r=section.r,
+        lora_alpha=section.lora_alpha,
+        target_modules=targets,
+        layers_to_transform=layers,
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+    )
+
+
+class _Skip(nn.Module):
+    """Stands in for a decoder layer that has run already, or runs later."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states
+
+
+class AdaptedModel:
+    """Forward passes of all roles over one base model.
+
+    `base` is changed in place: its linear layers become LoRA layers and its weights are frozen.
+    """
+
+    def __init__(
+        self,
+        base: Any,
+        config: LoraConfig,
+        *,
+        critic: Literal["adapter", "head"] = "adapter",
+        separate_reference: bool = True,
+        seed: int = 0,
+    ) -> None:
+        if getattr(base, "peft_config", None) is not None:
+            raise ConfigError(
+                "the base model already carries PEFT adapters; pass the plain model (merge or unload the adapters first)"
+            )
+        if config.lora_dropout > 0:
+            warnings.warn(
+                f"lora_dropout={config.lora_dropout} is run as 0: dropout would put noise into the policy ratio",
+                stacklevel=3,
+            )
+            config.lora_dropout = 0.0
+        self.base = base
+        self.critic = critic
+        self.adapters = [ACTOR] + [CRITIC] * (critic == "adapter") + [REFERENCE] * separate_reference
+        device = next(base.parameters()).device
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(seed, "lora"))
+            self.peft = get_peft_model(base, config, adapter_name=ACTOR)
+            for name in self.adapters[1:]:
+                self.peft.add_adapter(name, config)
+        self.router = AdapterRouter(self.peft)
+        self.value_head = nn.Linear(
+            base.config.get_text_config().hidden_size, 1, device=device, dtype=torch.float32
+        )
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+        for parameter in self.peft.parameters():
+            parameter.requires_grad_(False)
+        if separate_reference:
+            self.router.copy(ACTOR, REFERENCE)
+        for name in self.adapters:
+            for parameter in self.router.parameters(name):
+                parameter.data = parameter.data.float()
+                parameter.requires_grad_(name != REFERENCE)
+        self.peft.eval()
+        self.head = OutputHead(base)
+        self.decoder = base.get_decoder()
+        self.first_adapted = self._first_adapted_layer()
+        self._check_forward()
+
+    @property
+    def device(self) -> torch.device:
+        return self.value_head.weight.device
+
+    def parameters(self, role: Literal["actor", "critic"]) -> list[nn.Parameter]:
+        """Trainable weights of a role; the critic's include the value head."""
+        if role == ACTOR:
+            return self.router.parameters(ACTOR)
+        adapter = self.router.parameters(CRITIC) if CRITIC in self.adapters else []
+        return adapter + list(self.value_head.parameters())
+
+    @property
+    def reference_route(self) -> str | None:
+        """Adapter of the reference policy; None is the bare base."""
+        return REFERENCE if REFERENCE in self.adapters else None
+
+    @property
+    def critic_route(self) -> str:
+        return CRITIC if self.critic == "adapter" else ACTOR
+
+    def _first_adapted_layer(self) -> int:
+        layers = getattr(self.decoder, "layers", None)
+        if not isinstance(layers, nn.ModuleList):
+            return 0
+        adapted = {id(layer) for layer in self.router.layers.values()}
+        inside = [n for n, layer in enumerate(layers) if any(id(part) in adapted for part in layer.modules())]
+        total = sum(1 for layer in layers for part in layer.modules() if id(part) in adapted)
+        return min(inside) if inside and total == len(adapted) else 0
+
+    @contextmanager
+    def _only_layers(self, part: Literal["lower", "upper"]) -> Iterator[None]:
+        layers, norm = self.decoder.layers, self.decoder.norm
+        kept = list(layers)
+        skipped = range(self.first_adapted, len(kept)) if part == "lower" else range(self.first_adapted)
+        try:
+            for number in skipped:
+                layers[number] = _Skip()
+            if part == "lower":
+                self.decoder.norm = nn.Identity()
+            yield
+        finally:
+            for number in skipped:
+                layers[number] = kept[number]
+            self.decoder.norm = norm
+
+    def lower(self, token_ids: Tensor) -> Tensor:
+        """[B, T] ids to [B, T, H]: the output of the frozen layers below the first adapted one."""
+        with torch.no_grad(), self._only_layers("lower"):
+            return self._decode(input_ids=token_ids)
+
+    def hidden(self, token_ids: Tensor, route: Route, lower: Tensor | None = None) -> Tensor:
+        """Final hidden states [B, T, H] of right-padded rows, each through its adapter of `route`.
+
+        The route must be set by the caller too (`router.using`) while a backward pass is to follow.
+        `lower` [B, T, H] is the stored output of `lower` for the same rows.
+        """
+        with self.router.using(route):
+            if lower is None:
+                return self._decode(input_ids=token_ids)
+            with self._only_layers("upper"):
+                return self._decode(inputs_embeds=lower)
+
+    def _decode(self, **inputs: Tensor) -> Tensor:
+        rows = next(iter(inputs.values()))
+        positions = torch.arange(rows.shape[1], device=rows.device)[None, :]
+        return self.decoder(**inputs, position_ids=positions, use_cache=False).last_hidden_state
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """Values [...] in fp32 of final hidden states [..., H]; `critic="head"` passes no gradient to the trunk."""
+        states = hidden.detach() if self.critic == "head" else hidden
+        return self.value_head(states.float()).squeeze(-1)
+
+    def checkpointing(self, on: bool) -> None:
+        """Gradient checkpointing of the decoder layers, which stay in evaluation mode otherwise."""
+        if on:
+            self.base.gradient_checkpointing_enable({"use_reentrant": False})
+            for layer in self.decoder.layers:
+                layer.training = True  # only this flag turns recomputation on; dropout inside stays off
+        else:
+            self.base.gradient_checkpointing_disable()
+            for layer in self.decoder.layers:
+                layer.training = False
+
+    def adapter_state(self, name: str) -> dict[str, Tensor]:
+        """Weights of one adapter by layer name."""
+        state = {}
+        for layer_name, layer in self.router.layers.items():
+            state[f"{layer_name}.lora_A.weight"] = layer.lora_A[name].weight
+            state[f"{layer_name}.lora_B.weight"] = layer.lora_B[name].weight
+        return state
+
+    def load_adapter_state(self, name: str, state: Mapping[str, Tensor]) -> None:
+        """Copy weights into an adapter; names and shapes must agree."""
+        own = self.adapter_state(name)
+        if set(own) != set(state):
+            stray = sorted(set(own) ^ set(state))
+            raise ConfigError(
+                f"adapter `{name}`: the weights don't fit the LoRA config; first difference: {stray[0]}"
+            )
+        with torch.no_grad():
+            for key, tensor in own.items():
+                tensor.copy_(state[key])
+
+    def _check_forward(self) -> None:
+        """Compare our two-part forward and head with the model's own logits, once."""
+        tokens = torch.arange(5, device=self.device)[None, :] % self.head.vocabulary
+        with torch.no_grad(), self.router.using(((None, -1),)):
+            expected = self.base(input_ids=tokens, use_cache=False).logits.float()
+            ours = self.head.logits(self.hidden(tokens, ((None, -1),)))
+            tolerance = 1e-4 if expected.dtype == torch.float32 and self.base.dtype == torch.float32 else 5e-2
+            if not torch.allclose(
+                ours, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())
+            ):
+                raise ConfigError(
+                    f"the output head of {type(self.base).__name__} does something to its logits that isn't known here"
+                )
+            if self.first_adapted:
+                split = self.head.logits(self.hidden(tokens, ((None, -1),), self.lower(tokens)))
+                if not torch.allclose(
+                    split, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())
+                ):
+                    warnings.warn(
+                        f"{type(self.base).__name__}: layers can't be run in two parts; the frozen ones are run for every role",
+                        stacklevel=3,
+                    )
+                    self.first_adapted = 0

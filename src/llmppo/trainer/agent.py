@@ -1,0 +1,625 @@
+"""`LLMPPO`: turn-level PPO for a causal language model with LoRA actor, critic and reference.
+
+The agent holds the adapted model, the optimizer and the counters; `get_action` samples, `learn`
+updates, `save_checkpoint` and `load_checkpoint` move its state to and from a policy folder.
+"""
+
+import copy
+import gc
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmppo.config import CosineLRScheduleConfig, LoraSection, PPOConfig, SamplingConfig
+from llmppo.engines.base import GenerationEngine, GenerationRequest
+from llmppo.errors import ConfigError
+from llmppo.models.adapted import ACTOR, CRITIC, REFERENCE, AdaptedModel, lora_config
+from llmppo.models.head import TokenScorer
+from llmppo.ppo.schedules import lr_scale
+from llmppo.seeding import derive_seed
+from llmppo.trainer.aliases import with_aliases
+from llmppo.trainer.batch import UpdateBatch, build_batch
+from llmppo.trainer.checkpoint import Checkpoint, Snapshot, lora_fields, require_same_lora
+from llmppo.trainer.optimizer import RoleOptimizer
+from llmppo.trainer.passes import Passes
+from llmppo.trainer.returns import RunningReturns
+from llmppo.trainer.settings import SETTINGS, split_settings, with_signature
+from llmppo.trainer.update import Outcome, Update
+
+
+class ActionResult(NamedTuple):
+    """Per prompt: prompt and reply ids [1, T], the reply's mask [1, T-1] and its sampled log-probs [n]."""
+
+    token_ids: list[Tensor]
+    action_masks: list[Tensor]
+    sampling_logps: list[Tensor] | None
+
+
+class LLMPPO:
+    """Turn-level PPO agent.
+
+    Args:
+        pad_token_id: Id of the padding token. It may equal the end token: lengths are explicit.
+        pad_token: The padding token itself; kept for the caller's convenience.
+        actor_network: A plain causal LM; its linear layers become LoRA layers in place. Or give
+        model_name: a local directory or hub id, loaded with `model_config` as keyword arguments.
+        lora_config: PEFT `LoraConfig` or `LoraSection`; the default is rank 16 on all linear layers.
+        device: Where the model runs; None keeps the model where it is.
+        seed: Seed of adapter initialisation, shuffling and sampling.
+        max_turns: Turns of the environment, for `advantage_granularity="auto"`; None takes the width of
+            the first rewards, or what `train_llm_rollout` says.
+        index: Number of the agent in a population.
+        settings: Any field of `PPOConfig` and `SamplingConfig` (docs/parameters.md).
+
+    Raises:
+        ConfigError: for an unknown setting, a value out of range or a model that can't be adapted.
+    """
+
+    @with_signature
+    def __init__(
+        self,
+        pad_token_id: int | None = None,
+        pad_token: str | None = None,
+        *,
+        actor_network: Any = None,
+        model_name: str | None = None,
+        model_config: Mapping[str, Any] | None = None,
+        lora_config: Any = None,
+        device: str | torch.device | None = "cpu",
+        seed: int = 42,
+        max_turns: int | None = None,
+        index: int = 0,
+        **settings: Any,
+    ) -> None:
+        self.config, self.sampling = split_settings(settings)
+        self.pad_token_id, self.pad_token = pad_token_id, pad_token
+        self.seed, self.max_turns, self.index = seed, max_turns, index
+        self.model_name, self.model_config = model_name, dict(model_config or {})
+        base = self._base_model(actor_network, device)
+        self.model = AdaptedModel(
+            base,
+            _peft_config(lora_config, base),
+            critic=self.config.critic,
+            separate_reference=self.config.use_separate_reference_adapter,
+            seed=seed,
+        )
+        self.model.checkpointing(self.config.gradient_checkpointing)
+        self.optimizer = RoleOptimizer(self.model, self.config)
+        self.running_returns = RunningReturns(enabled=self.config.normalize_returns)
+        self.learn_steps = 0
+        self.critic_warmup_steps_done = 0
+        self.steps = 0
+        self.scores: list[float] = []
+        self.fitness: list[float] = []
+        self.reference_update_tracker = 0
+        self.last_outcome: Outcome | None = None
+        self._engine: GenerationEngine | None = None
+
+    def _base_model(self, network: Any, device: str | torch.device | None) -> Any:
+        if network is None:
+            if self.model_name is None:
+                raise ConfigError(
+                    "LLMPPO needs actor_network (a loaded causal LM) or model_name (a directory or hub id)"
+                )
+            from transformers import AutoModelForCausalLM
+
+            network = AutoModelForCausalLM.from_pretrained(
+                self.model_name, **({"dtype": torch.float32} | self.model_config)
+            )
+        return network if device is None or getattr(network, "hf_device_map", None) else network.to(device)
+
+    # -- settings -----------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        # Settings read as attributes (`agent.clip_coef`), from the section that holds them.
+        if name in SETTINGS and "config" in self.__dict__:
+            return getattr(self.config if SETTINGS[name] is PPOConfig else self.sampling, name)
+        raise AttributeError(f"LLMPPO has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in SETTINGS and "config" in self.__dict__:
+            self.update_settings(**{name: value})
+        else:
+            super().__setattr__(name, value)
+
+    def update_settings(self, **settings: Any) -> None:
+        """Change settings after construction, validated as a whole.
+
+        What fixes the model's shape (`critic`, `use_separate_reference_adapter`) can't change.
+        """
+        current = {**self.config.model_dump(), **self.sampling.model_dump()}
+        config, sampling = split_settings({**current, **settings})
+        for name in ("critic", "use_separate_reference_adapter"):
+            if getattr(config, name) != getattr(self.config, name):
+                raise ConfigError(f"{name} is fixed when the agent is made; create a new agent")
+        if config.gradient_checkpointing != self.config.gradient_checkpointing:
+            self.model.checkpointing(config.gradient_checkpointing)
+        self.running_returns.enabled = config.normalize_returns
+        self.config, self.sampling = config, sampling
+        self._engine = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def actor(self) -> Any:
+        """The PEFT model with all adapters."""
+        return self.model.peft
+
+    @property
+    def in_warmup(self) -> bool:
+        """Whether the next learn call trains only the critic."""
+        return self.critic_warmup_steps_done < self.config.critic_warmup_steps
+
+    @property
+    def lr_schedule_step(self) -> int:
+        """Learn calls the schedule has taken; 0 without a schedule."""
+        return self.learn_steps if self.config.cosine_lr_schedule_config else 0
+
+    @property
+    def current_lr(self) -> float:
+        """The actor's learning rate in the next learn call."""
+        schedule = self.config.cosine_lr_schedule_config
+        return self.config.lr_actor * lr_scale(self.learn_steps, schedule, self.config.critic_warmup_steps)
+
+    @property
+    def current_lr_critic(self) -> float:
+        """The critic's learning rate in the next learn call."""
+        return self.config.critic_learning_rate * lr_scale(
+            self.learn_steps, self.config.cosine_lr_schedule_config
+        )
+
+    def apply_lr(self) -> None:
+        """Put the current learning rates into the optimizer. Every learn call does this by itself."""
+        self.optimizer.set_learning_rates(self.config, self.learn_steps)
+
+    def update_lr(
+        self,
+        lr: float | tuple[float, float | None],
+        scheduler_config: CosineLRScheduleConfig | None = None,
+        schedule_step: int = 0,
+    ) -> None:
+        """Set peak learning rates (one, or actor and critic; a None critic uses the actor's) and the schedule."""
+        actor, critic = lr if isinstance(lr, tuple) else (lr, None)
+        self.update_settings(lr_actor=actor, lr_critic=critic, cosine_lr_schedule_config=scheduler_config)
+        self.learn_steps = schedule_step
+        self.apply_lr()
+
+    # -- acting -------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> GenerationEngine:
+        """The generation engine on the actor's adapter, at this agent's sampling settings."""
+        if self._engine is None:
+            from llmppo.engines.actor import actor_engine
+
+            self._engine = actor_engine(self.model, self.sampling, self.pad_token_id)
+        return self._engine
+
+    def get_action(
+        self, obs: Sequence[Mapping[str, Any]] | Mapping[str, Any], training: bool = True
+    ) -> ActionResult:
+        """Sample one reply for each prompt `{"input_ids": [1, T]}`; greedy when not `training`.
+
+        Sampling seeds come from the agent's seed and a counter of its calls.
+        """
+        prompts = [obs] if isinstance(obs, Mapping) else list(obs)
+        requests = []
+        for number, prompt in enumerate(prompts):
+            ids = [int(token) for token in torch.as_tensor(prompt["input_ids"]).reshape(-1)]
+            room = self.sampling.max_model_len - len(ids)
+            if room < 1:
+                raise ConfigError(
+                    f"prompt {number} has {len(ids)} tokens, max_model_len is {self.sampling.max_model_len}"
+                )
+            most = min(room, self.sampling.max_output_tokens or room)
+            seed = derive_seed(self.seed, "get_action", self.steps, number)
+            requests.append(
+                GenerationRequest(
+                    token_ids=ids,
+                    seed=seed,
+                    max_new_tokens=most,
+                    min_new_tokens=min(self.sampling.min_output_tokens or 0, most),
+                )
+            )
+        replies = self.engine.generate(requests, greedy=not training)
+        if training:
+            self.steps += len(prompts)
+        ids, masks = [], []
+        for request, reply in zip(requests, replies, strict=True):
+            row = [*request.token_ids, *reply.token_ids]
+            ids.append(torch.tensor([row]))
+            masks.append((torch.arange(1, len(row)) >= len(request.token_ids))[None])
+        logps = [torch.from_numpy(np.array(reply.logprobs)) for reply in replies] if training else None
+        return ActionResult(ids, masks, logps)
+
+    # -- learning -----------------------------------------------------------------------------
+
+    def learn(
+        self,
+        experiences: UpdateBatch | tuple[Sequence[Tensor], Sequence[Tensor], Tensor],
+        turn_ids: Tensor | Sequence[Tensor] | None = None,
+        sampling_logps: Sequence[Tensor | None] | None = None,
+        sampling_supports: Sequence[Tensor | None] | None = None,
+    ) -> dict[str, float | None]:
+        """Update actor and critic on a batch; a critic warm-up step updates only the critic.
+
+        Args:
+            experiences: An `UpdateBatch`, or (token ids, action masks, rewards): ids [T_b] and masks
+                [T_b - 1] (action frame) per episode, rewards [B, max_turns], or [B] for single turns.
+            turn_ids: [B, T-1] turn of each sampled token, -1 elsewhere; None puts all in turn 0.
+            sampling_logps: Per episode, the engine's log-probs of its sampled tokens, or None.
+            sampling_supports: Per episode [n, S] the ids that could be sampled at each token, -1 padded.
+
+        Returns:
+            Metrics by slash names, and the spec's own names as aliases (docs/metrics.md). A metric that
+            is undefined for this batch is None.
+
+        Raises:
+            NonFiniteError: a loss or gradient isn't finite; names the episodes.
+        """
+        batch = (
+            experiences
+            if isinstance(experiences, UpdateBatch)
+            else self._assemble(experiences, turn_ids, sampling_logps, sampling_supports)
+        )
+        if self.max_turns is None:
+            self.max_turns = batch.rewards.shape[1]
+        warmup = self.in_warmup
+        kept = batch.mask.any(dim=1)
+        empty = int((~kept).sum())
+        masked = torch.zeros_like(kept)
+        if self.config.truncation == "mask":
+            masked = kept & batch.truncated
+            kept = kept & ~batch.truncated
+        part = batch.rows(torch.nonzero(kept).squeeze(1))
+        outcome = self._update(part, warmup) if len(part) else None
+        metrics: dict[str, float | None] = (
+            dict(outcome.metrics)
+            if outcome
+            else {"perf/optimizer_steps": 0.0, "critic/warmup": float(warmup)}
+        )
+        metrics |= {"perf/rows_dropped": float(empty), "perf/rows_masked": float(masked.sum())}
+        self.last_outcome = outcome
+        self.learn_steps += 1
+        self.critic_warmup_steps_done += warmup
+        return with_aliases(metrics)
+
+    def _update(self, batch: UpdateBatch, warmup: bool) -> Outcome:
+        config, sampling = self.config, self.sampling
+        scorer = TokenScorer(
+            self.model.head,
+            temperature=sampling.temperature,
+            logit_bias=sampling.logit_bias,
+            tile_rows=config.chunk_rows,
+            reduce_in_fp32=config.cast_logprobs_to_fp32,
+        )
+        micro = config.micro_batch_size_per_gpu or config.mini_batch_size
+        assert self.max_turns is not None
+        units = {
+            "token": self.max_turns * (sampling.max_output_tokens or sampling.max_model_len),
+            "turn": self.max_turns,
+            "trajectory": 1,
+        }
+        update = Update(
+            model=self.model,
+            optimizer=self.optimizer,
+            passes=Passes(self.model, scorer, batch, micro, config.max_tokens_per_micro_batch),
+            batch=batch,
+            config=config,
+            max_turns=self.max_turns,
+            seed=self.seed,
+            learn_step=self.learn_steps,
+            warmup=warmup,
+            running_returns=self.running_returns,
+            constant_units=float(units[config.ratio_level(self.max_turns)]),
+        )
+        return update.run()
+
+    def _assemble(
+        self,
+        experiences: tuple[Sequence[Tensor], Sequence[Tensor], Tensor],
+        turn_ids: Tensor | Sequence[Tensor] | None,
+        sampling_logps: Sequence[Tensor | None] | None,
+        supports: Sequence[Tensor | None] | None,
+    ) -> UpdateBatch:
+        token_ids, action_masks, rewards = experiences
+        reward_rows = torch.as_tensor(rewards, dtype=torch.float32)
+        reward_rows = reward_rows[:, None] if reward_rows.ndim == 1 else reward_rows
+        ids, turns = [], []
+        for row, (tokens, mask) in enumerate(zip(token_ids, action_masks, strict=True)):
+            sequence, frame = torch.as_tensor(tokens).reshape(-1), torch.as_tensor(mask).reshape(-1).bool()
+            if len(frame) != len(sequence) - 1:
+                raise ConfigError(
+                    f"episode {row}: the action mask has {len(frame)} entries for {len(sequence)} tokens; it needs one less than tokens"
+                )
+            labels = (
+                torch.zeros(len(frame), dtype=torch.long)
+                if turn_ids is None
+                else torch.as_tensor(turn_ids[row]).reshape(-1)[: len(frame)]
+            )
+            ids.append(sequence)
+            turns.append(torch.cat([torch.tensor([-1]), torch.where(frame, labels, -1)]))
+        names = [f"row {row}" for row in range(len(ids))]
+        return build_batch(names, ids, turns, reward_rows, [False] * len(ids), sampling_logps, supports)
+
+    def test(self, env: Any, loop: int = 1) -> np.ndarray:
+        """Mean reward per turn of `loop` greedy evaluation episodes on a harness; recorded as fitness."""
+        from llmppo.trajectories.collect import collect_episodes
+        from llmppo.trajectories.episode import EpisodeSpec
+
+        episodes = []
+        for index in range(loop):
+            spec = EpisodeSpec(seed=self.seed, split="eval", iteration=0, index=index)
+            row = index % env.dataset_size if env.dataset_size else None
+            episodes += collect_episodes(
+                lambda: env,
+                self.engine,
+                [spec],
+                evaluation=True,
+                greedy=True,
+                rows=None if row is None else [row],
+            )
+        turns = sum(len(episode.turns) for episode in episodes)
+        fitness = sum(episode.episode_return for episode in episodes) / max(turns, 1)
+        self.fitness.append(fitness)
+        return np.array(fitness)
+
+    # -- adapters -----------------------------------------------------------------------------
+
+    def use_adapter(self, adapter_name: str | None) -> None:
+        """Send plain forward passes of `agent.actor` through an adapter; None is the bare base.
+
+        Training passes choose adapters by themselves, and which weights train never changes.
+        """
+        if adapter_name is not None and adapter_name not in self.model.adapters:
+            raise ConfigError(f"no adapter `{adapter_name}`; there are: {', '.join(self.model.adapters)}")
+        self.model.router.route = ((adapter_name, -1),)
+
+    @contextmanager
+    def select_adapter(self, adapter_name: str | None) -> Iterator[None]:
+        """`use_adapter` for a block; the previous route comes back at its end."""
+        previous = self.model.router.route
+        self.use_adapter(adapter_name)
+        try:
+            yield
+        finally:
+            self.model.router.route = previous
+
+    def set_reference_policy(self, reference_update_tracker: int) -> None:
+        """Copy the actor onto the reference when the tracker has advanced.
+
+        Without a separate reference adapter the reference is the base and can't move: a warning says so.
+        """
+        if reference_update_tracker <= self.reference_update_tracker:
+            return
+        self.reference_update_tracker = reference_update_tracker
+        if REFERENCE in self.model.adapters:
+            self.model.router.copy(ACTOR, REFERENCE)
+        else:
+            warnings.warn(
+                "the reference is the base model (use_separate_reference_adapter=False) and stays as it is",
+                stacklevel=2,
+            )
+
+    def update_existing_adapter(self, checkpoint_dir: str | Path, adapter_name: str) -> None:
+        """Overwrite an adapter's weights in place with those of a PEFT directory or a checkpoint's adapter."""
+        from safetensors.torch import load_file
+
+        folder = Path(checkpoint_dir)
+        inner = folder / adapter_name
+        self.model.load_adapter_state(
+            adapter_name, load_file((inner if inner.is_dir() else folder) / "adapter_model.safetensors")
+        )
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def _parameter_names(self) -> dict[int, str]:
+        names = {
+            id(parameter): f"value_head.{name}"
+            for name, parameter in self.model.value_head.named_parameters()
+        }
+        for adapter in (ACTOR, CRITIC):
+            if adapter in self.model.adapters:
+                names |= {
+                    id(tensor): f"{adapter}.{name}"
+                    for name, tensor in self.model.adapter_state(adapter).items()
+                }
+        return names
+
+    def snapshot_checkpoint(self, lora_only: bool = True, save_optimizer: bool = True) -> Snapshot:
+        """Copy of the whole state in host memory; `.write(path)` may run on another thread while training goes on."""
+
+        def host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {
+                name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()
+            }
+
+        base = None
+        if not lora_only:
+            adapters = tuple(f".{part}." for part in ("lora_A", "lora_B"))
+            base = host(
+                {
+                    name: tensor
+                    for name, tensor in self.model.base.state_dict().items()
+                    if not any(part in name for part in adapters)
+                }
+            )
+            base = _without_shared(base, self.model.base)
+        return Snapshot(
+            adapters={name: host(self.model.adapter_state(name)) for name in self.model.adapters},
+            adapter_configs={
+                name: lora_fields(self.model.peft.peft_config[name]) for name in self.model.adapters
+            },
+            value_head=host(dict(self.model.value_head.named_parameters())),
+            optimizer=host(self.optimizer.state(self._parameter_names())) if save_optimizer else None,
+            trainer={
+                "seed": self.seed,
+                "max_turns": self.max_turns,
+                "learn_steps": self.learn_steps,
+                "critic_warmup_steps_done": self.critic_warmup_steps_done,
+                "steps": self.steps,
+                "scores": [float(score) for score in self.scores],
+                "fitness": [float(score) for score in self.fitness],
+                "reference_update_tracker": self.reference_update_tracker,
+                "running_returns": {
+                    "count": self.running_returns.count,
+                    "mean": self.running_returns.mean,
+                    "variance": self.running_returns.variance,
+                },
+                "settings": {**self.config.model_dump(mode="json"), **self.sampling.model_dump(mode="json")},
+            },
+            base=base,
+        )
+
+    def save_checkpoint(
+        self, path: str | Path, lora_only: bool = True, save_optimizer: bool = True, **facts: Any
+    ) -> None:
+        """Write a policy folder: PEFT directories, safetensors and JSON, with a manifest. Replaces `path`."""
+        self.snapshot_checkpoint(lora_only, save_optimizer).write(path, **facts)
+
+    def load_weights(
+        self,
+        path: str | Path,
+        overwrite_reference_adapter: bool | None = None,
+        overwrite_critic_adapter: bool = False,
+    ) -> None:
+        """Load the adapters and the value head of a checkpoint; the LoRA config must match field by field.
+
+        The reference comes from the checkpoint's, or from its actor when it has none or
+        `overwrite_reference_adapter`; the critic stays as it is without one in the checkpoint, unless
+        `overwrite_critic_adapter` seeds it from the actor.
+        """
+        checkpoint = Checkpoint.open(path)
+        require_same_lora(
+            checkpoint.adapter_config(ACTOR),
+            lora_fields(self.model.peft.peft_config[ACTOR]),
+            checkpoint.folder,
+        )
+        base = checkpoint.base()
+        if base is not None:
+            self.model.base.load_state_dict(base, strict=False)
+        actor = checkpoint.adapter(ACTOR)
+        self.model.load_adapter_state(ACTOR, actor)
+        if REFERENCE in self.model.adapters:
+            own = checkpoint.has_adapter(REFERENCE) and not overwrite_reference_adapter
+            self.model.load_adapter_state(REFERENCE, checkpoint.adapter(REFERENCE) if own else actor)
+        if CRITIC in self.model.adapters:
+            if overwrite_critic_adapter:
+                self.model.load_adapter_state(CRITIC, actor)
+            elif checkpoint.has_adapter(CRITIC):
+                self.model.load_adapter_state(CRITIC, checkpoint.adapter(CRITIC))
+        self.model.value_head.load_state_dict(checkpoint.value_head())
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        load_optimizer: bool = False,
+        overwrite_reference_adapter: bool | None = None,
+        overwrite_critic_adapter: bool = False,
+        restore_config: bool = False,
+        restore_hyperparameters: bool = False,
+    ) -> None:
+        """Load weights and counters, and the optimizer state when asked.
+
+        Live settings stay as they are unless `restore_config` (all settings) or
+        `restore_hyperparameters` (the learning rates) asks for the checkpoint's.
+        """
+        checkpoint = Checkpoint.open(path)
+        self.load_weights(path, overwrite_reference_adapter, overwrite_critic_adapter)
+        state = checkpoint.trainer
+        if restore_config:
+            self.update_settings(
+                **{name: value for name, value in state["settings"].items() if name in SETTINGS}
+            )
+        elif restore_hyperparameters:
+            self.update_settings(**{name: state["settings"][name] for name in ("lr_actor", "lr_critic")})
+        for name in (
+            "learn_steps",
+            "critic_warmup_steps_done",
+            "steps",
+            "reference_update_tracker",
+            "scores",
+            "fitness",
+        ):
+            setattr(self, name, copy.copy(state[name]))
+        self.max_turns = self.max_turns or state["max_turns"]
+        self.running_returns = RunningReturns(
+            enabled=self.config.normalize_returns, **state["running_returns"]
+        )
+        if load_optimizer:
+            tensors = checkpoint.optimizer()
+            if tensors is None:
+                warnings.warn(
+                    f"{checkpoint.folder} holds no optimizer state; the optimizer starts fresh", stacklevel=2
+                )
+            else:
+                self.optimizer.load_state(self._parameter_names(), tensors)
+        self._engine = None
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        device: str | torch.device = "cpu",
+        *,
+        actor_network: Any = None,
+        model_name: str | None = None,
+    ) -> Self:
+        """An agent from a checkpoint and its base model, with the checkpoint's settings and optimizer state."""
+        checkpoint = Checkpoint.open(path)
+        from peft import LoraConfig
+
+        state = checkpoint.trainer
+        fields = {
+            name: value
+            for name, value in checkpoint.adapter_config(ACTOR).items()
+            if name in LoraConfig.__dataclass_fields__
+        }
+        agent = cls(
+            actor_network=actor_network,
+            model_name=model_name,
+            lora_config=LoraConfig(**fields),
+            device=device,
+            seed=state["seed"],
+            max_turns=state["max_turns"],
+            **{name: value for name, value in state["settings"].items() if name in SETTINGS},
+        )
+        agent.load_checkpoint(path, load_optimizer=(checkpoint.folder / "optimizer.safetensors").is_file())
+        return agent
+
+    def clean_up(self) -> None:
+        """Drop model, optimizer and engine, so that their memory is free before another agent is made."""
+        self._engine = None
+        self.last_outcome = None
+        for name in ("model", "optimizer"):
+            self.__dict__.pop(name, None)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _peft_config(given: Any, base: Any) -> Any:
+    if given is None or isinstance(given, LoraSection):
+        return lora_config(given or LoraSection(), base)
+    return copy.deepcopy(given)
+
+
+def _without_shared(tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
+    """Leave tied duplicates out; loading ties them again."""
+    tied = set(getattr(model, "_tied_weights_keys", None) or ())
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name not in tied or not model.config.tie_word_embeddings
+    }
+
+
+__all__ = ["LLMPPO", "ActionResult", "PPOConfig", "SamplingConfig"]
