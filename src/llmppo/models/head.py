@@ -24,7 +24,7 @@ class OutputHead:
     """A causal LM's output head with what its family does to logits (soft-cap, scale)."""
 
     def __init__(self, model: Any) -> None:
-        self.module: nn.Module = model.get_output_embeddings()
+        self.module: nn.Linear = model.get_output_embeddings()
         config = model.config.get_text_config()
         self.soft_cap: float | None = getattr(config, "final_logit_softcapping", None)
         scale = getattr(config, "logit_scale", None)
@@ -33,11 +33,11 @@ class OutputHead:
 
     @property
     def vocabulary(self) -> int:
-        return int(self.module.weight.shape[0])  # type: ignore[union-attr,arg-type]
+        return int(self.module.weight.shape[0])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of the model for final hidden states [..., H], in fp32."""
-        logits = self.module(hidden.to(self.module.weight.dtype)).float()  # type: ignore[arg-type]
+        logits = self.module(hidden.to(self.module.weight.dtype)).float()
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.soft_cap is not None:

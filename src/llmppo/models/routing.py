@@ -36,7 +36,7 @@ class AdapterRouter:
                     f"lora target `{name}` is a {type(module).__name__}; plain LoRA on linear layers is supported"
                 )
             self.layers[name] = module
-            module.forward = _routed_forward(module, self)  # type: ignore[method-assign]
+            module.forward = _routed_forward(module, self)
         if not self.layers:
             raise ConfigError("lora.target_modules matches no linear layer of the base model")
 

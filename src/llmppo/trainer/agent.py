@@ -98,6 +98,7 @@ class LLMPPO:
         self.scores: list[float] = []
         self.fitness: list[float] = []
         self.reference_update_tracker = 0
+        self.history: list[dict[str, Any]] = []
         self.last_outcome: Outcome | None = None
         self._engine: GenerationEngine | None = None
 
@@ -232,13 +233,14 @@ class LLMPPO:
         replies = self.engine.generate(requests, greedy=not training)
         if training:
             self.steps += len(prompts)
-        ids, masks = [], []
+        rows: list[Tensor] = []
+        masks: list[Tensor] = []
         for request, reply in zip(requests, replies, strict=True):
             row = [*request.token_ids, *reply.token_ids]
-            ids.append(torch.tensor([row]))
+            rows.append(torch.tensor([row]))
             masks.append((torch.arange(1, len(row)) >= len(request.token_ids))[None])
         logps = [torch.from_numpy(np.array(reply.logprobs)) for reply in replies] if training else None
-        return ActionResult(ids, masks, logps)
+        return ActionResult(rows, masks, logps)
 
     # -- learning -----------------------------------------------------------------------------
 
@@ -280,7 +282,7 @@ class LLMPPO:
             masked = kept & batch.truncated
             kept = kept & ~batch.truncated
         part = batch.rows(torch.nonzero(kept).squeeze(1))
-        outcome = self._update(part, warmup) if len(part) else None
+        outcome = self._new_update(part, warmup).run() if len(part) else None
         metrics: dict[str, float | None] = (
             dict(outcome.metrics)
             if outcome
@@ -292,7 +294,12 @@ class LLMPPO:
         self.critic_warmup_steps_done += warmup
         return with_aliases(metrics)
 
-    def _update(self, batch: UpdateBatch, warmup: bool) -> Outcome:
+    def critic_explained_variance(self, batch: UpdateBatch) -> float | None:
+        """Explained variance of the critic as it stands, against Monte Carlo returns; nothing changes."""
+        part = batch.rows(torch.nonzero(batch.mask.any(dim=1)).squeeze(1))
+        return self._new_update(part, warmup=True).explained_variance() if len(part) else None
+
+    def _new_update(self, batch: UpdateBatch, warmup: bool) -> Update:
         config, sampling = self.config, self.sampling
         scorer = TokenScorer(
             self.model.head,
@@ -308,7 +315,7 @@ class LLMPPO:
             "turn": self.max_turns,
             "trajectory": 1,
         }
-        update = Update(
+        return Update(
             model=self.model,
             optimizer=self.optimizer,
             passes=Passes(self.model, scorer, batch, micro, config.max_tokens_per_micro_batch),
@@ -321,7 +328,6 @@ class LLMPPO:
             running_returns=self.running_returns,
             constant_units=float(units[config.ratio_level(self.max_turns)]),
         )
-        return update.run()
 
     def _assemble(
         self,

@@ -137,6 +137,13 @@ class Update:
             self._single_step()
         return Outcome(self._metrics(), self.batch, self.columns, self.steps)
 
+    def explained_variance(self) -> float | None:
+        """Explained variance of the critic's values on this batch, without learning from it."""
+        self.passes.prepare()
+        self._collect(old_logprobs=False)
+        gae = self.estimate()
+        return losses.explained_variance(gae.unit_values, gae.unit_returns, gae.unit_mask)
+
     def _collect(self, old_logprobs: bool) -> None:
         """One pass without gradient for everything the mini-batches need."""
         head = self.model.critic == "head"

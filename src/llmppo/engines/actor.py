@@ -1,0 +1,37 @@
+"""The `hf` engine on an adapted model: replies of the actor's adapter, at the policy's sampling settings."""
+
+from typing import Any
+
+from torch import Tensor
+
+from llmppo.config import SamplingConfig
+from llmppo.engines.hf import HFEngine, HFStep
+from llmppo.models.adapted import ACTOR, AdaptedModel
+
+
+class ActorStep(HFStep):
+    """One decoding step of the base model with every row going through the actor's adapter."""
+
+    def __init__(self, model: AdaptedModel) -> None:
+        super().__init__(model.base)
+        self._router = model.router
+
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any) -> Tensor:
+        with self._router.using(((ACTOR, -1),)):
+            return super().__call__(input_ids, attention_mask, position_ids, cache)
+
+
+def end_token_ids(model: Any) -> set[int]:
+    """Ids that end a reply, from the model's generation config, else its config."""
+    for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return set(ids) if isinstance(ids, (list, tuple)) else {int(ids)}
+    return set()
+
+
+def actor_engine(model: AdaptedModel, sampling: SamplingConfig, pad_token_id: int | None = None) -> HFEngine:
+    """An engine that samples from the actor."""
+    return HFEngine.from_config(
+        ActorStep(model), end_token_ids(model.base), sampling, pad_id=pad_token_id or 0, device=model.device
+    )

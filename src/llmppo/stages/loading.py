@@ -1,0 +1,107 @@
+"""What several stages load: base model, tokenizer, and the policy of a chain."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmppo.config import LoraSection, PPOConfig, SamplingConfig
+from llmppo.errors import ArtefactError, ConfigError
+from llmppo.files import MANIFEST, read_json
+from llmppo.policies import STOPPED
+
+if TYPE_CHECKING:
+    from llmppo.models.adapted import AdaptedModel
+    from llmppo.trainer import LLMPPO
+
+
+def load_base(base: Path, device: str = "cpu") -> Any:
+    """The frozen base model of a `base_model` folder, in the data type it was written in."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: cuda, but this machine's PyTorch sees no GPU; set `device: cpu`")
+    manifest = read_json(base / MANIFEST)
+    trust = bool(manifest.get("trust_remote_code", False))
+    model = AutoModelForCausalLM.from_pretrained(
+        base, dtype="auto", local_files_only=True, trust_remote_code=trust
+    )
+    return model.to(device).eval()
+
+
+def load_tokenizer(base: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    trust = bool(read_json(base / MANIFEST).get("trust_remote_code", False))
+    return AutoTokenizer.from_pretrained(base, local_files_only=True, trust_remote_code=trust)
+
+
+def is_stopped(policy: Path) -> bool:
+    """Whether the chain ended before this policy, which then points to the last real one."""
+    return read_json(policy / MANIFEST).get("kind") == STOPPED
+
+
+def saved_lora(adapter: Path) -> Any:
+    """The LoraConfig of a PEFT directory."""
+    from peft import LoraConfig
+
+    fields = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    return LoraConfig(
+        **{name: value for name, value in fields.items() if name in LoraConfig.__dataclass_fields__}
+    )
+
+
+def load_actor(base: Path, policy: Path | None, device: str) -> "AdaptedModel":
+    """The policy for sampling only: base and actor adapter. Without a policy the adapter is zero."""
+    from llmppo.models.adapted import ACTOR, AdaptedModel, lora_config
+    from llmppo.trainer.checkpoint import Checkpoint
+
+    model = load_base(base, device)
+    if policy is None:
+        return AdaptedModel(
+            model, lora_config(LoraSection(r=1, lora_alpha=1), model), critic="head", separate_reference=False
+        )
+    checkpoint = Checkpoint.open(policy)
+    adapted = AdaptedModel(
+        model, saved_lora(checkpoint.folder / ACTOR), critic="head", separate_reference=False
+    )
+    adapted.load_adapter_state(ACTOR, checkpoint.adapter(ACTOR))
+    return adapted
+
+
+def new_agent(settings: Mapping[str, Any], base: Path, seed: int, lora: Any) -> "LLMPPO":
+    """An agent on the base model with the settings of an `update` or `critic_warmup` stage."""
+    from llmppo.trainer import LLMPPO
+
+    ppo, sampling = (
+        PPOConfig.model_validate(settings["ppo"]),
+        SamplingConfig.model_validate(settings["sampling"]),
+    )
+    return LLMPPO(
+        actor_network=load_base(base, settings["device"]),
+        lora_config=lora,
+        device=settings["device"],
+        seed=seed,
+        max_turns=settings["max_turns"],
+        **ppo.model_dump(),
+        **sampling.model_dump(),
+    )
+
+
+def require_split(
+    episodes: list[Any], split: str, seed: int, iteration: int | None, paths: list[Path]
+) -> None:
+    """Refuse rollouts of another chain or iteration, which would train on the wrong policy's episodes."""
+    for episode in episodes:
+        spec = episode.spec
+        if (
+            spec.split != split
+            or spec.seed != seed
+            or (iteration is not None and spec.iteration != iteration)
+        ):
+            raise ArtefactError(
+                f"{paths[0].parent}: {spec.episode_id} belongs to {spec.split} of seed {spec.seed}, iteration {spec.iteration}; "
+                f"this stage is {split} of seed {seed}"
+                + ("" if iteration is None else f", iteration {iteration}")
+            )

@@ -1,0 +1,138 @@
+"""Update: one PPO learn call on an iteration's rollouts.
+
+Reads policy i-1 with its optimizer state and the Parquet shards; writes policy i, the per-token
+`advantages.parquet` beside the rollouts, and `metrics.json`. A chain whose `stop_at` was reached passes
+its last policy on as a pointer.
+"""
+
+import resource
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmppo.errors import ArtefactError
+from llmppo.files import MANIFEST, atomic_folder, read_json, sha256_file, write_json, write_manifest
+from llmppo.policies import STOPPED, resolve_policy
+from llmppo.stages.loading import is_stopped, new_agent, require_split, saved_lora
+from llmppo.trajectories.parquet import read_episodes, write_update_columns
+
+if TYPE_CHECKING:
+    from llmppo.trainer.update import Outcome
+    from llmppo.trajectories.episode import Episode
+
+
+def run(
+    settings: Mapping[str, Any],
+    *,
+    base: Path,
+    policy: Path,
+    seed: int,
+    iteration: int,
+    out: Path,
+    advantages: Path,
+    metrics: Path,
+    rollouts: Sequence[Path],
+    evaluation: Path | None = None,
+) -> str | None:
+    """Learn from `rollouts` (sampled with `policy`) and write the next policy to `out`."""
+    if is_stopped(policy) or _reached(settings, policy, evaluation):
+        return _pass_on(policy, out, advantages, metrics, iteration)
+    import torch
+
+    from llmppo.trainer.aliases import ALIASES
+    from llmppo.trainer.batch import batch_from_episodes
+    from llmppo.trajectories.collect import rollout_metrics
+
+    torch.set_num_threads(settings["threads"])
+    started = time.perf_counter()
+    episodes = read_episodes(list(rollouts))
+    require_split(episodes, "train", seed, iteration, list(rollouts))
+    agent = new_agent(settings, base, seed, saved_lora(resolve_policy(policy) / "actor"))
+    agent.load_checkpoint(policy, load_optimizer=True)
+    expected = agent.config.critic_warmup_steps + iteration - 1
+    if agent.learn_steps != expected:
+        raise ArtefactError(
+            f"{policy} has taken {agent.learn_steps} learn steps, iteration {iteration} starts after {expected}; delete it and run the same command"
+        )
+    report = agent.learn(batch_from_episodes(episodes, settings["max_turns"]))
+    seconds = time.perf_counter() - started
+    tokens = sum(episode.num_action_tokens for episode in episodes)
+    values = {
+        **rollout_metrics(episodes),
+        **{name: value for name, value in report.items() if name not in ALIASES},
+        "time/update_s": seconds,
+        "perf/tokens_per_s": tokens / seconds,
+        "perf/peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+    agent.save_checkpoint(
+        out, base=sha256_file(base / MANIFEST), parent=sha256_file(policy / MANIFEST), iteration=iteration
+    )
+    _write_columns(
+        advantages,
+        episodes,
+        agent.last_outcome,
+        {"stage": "update", "iteration": iteration, "settings": dict(settings)},
+    )
+    write_json(metrics, {"iteration": iteration, "finished_at": time.time(), "metrics": values})
+    kl = values.get("actor/approx_kl")
+    return (
+        f"iteration {iteration} (seed {seed}): reward {values['rollout/reward_mean']:.3f}, success {values['rollout/success_rate']:.2f}, "
+        f"approx. KL {'-' if kl is None else f'{kl:.4f}'}, {seconds:.1f} s"
+    )
+
+
+def _reached(settings: Mapping[str, Any], policy: Path, evaluation: Path | None) -> bool:
+    """Whether `stop_at` was met by the previous iteration's metrics, or by the evaluation of its policy."""
+    stop = settings.get("stop_at")
+    if stop is None:
+        return False
+    if stop["metric"].startswith("eval/"):
+        source = evaluation
+    else:
+        source = policy.parent.parent / "iterations" / policy.name / "metrics.json"
+    if source is None or not source.exists():
+        return False
+    value = read_json(source)["metrics"].get(stop["metric"])
+    return value is not None and value >= stop["value"]
+
+
+def _pass_on(policy: Path, out: Path, advantages: Path, metrics: Path, iteration: int) -> str:
+    target = resolve_policy(policy).name
+    with atomic_folder(out) as folder:
+        write_manifest(folder, kind=STOPPED, target=target, iteration=iteration)
+    _write_columns(advantages, [], None, {"stage": "update", "iteration": iteration, "stopped": True})
+    write_json(
+        metrics,
+        {"iteration": iteration, "finished_at": time.time(), "stopped_at": int(target), "metrics": {}},
+    )
+    return f"iteration {iteration}: the chain stopped at policy {int(target)}"
+
+
+def _write_columns(
+    path: Path, episodes: "Sequence[Episode]", outcome: "Outcome | None", metadata: dict[str, Any]
+) -> None:
+    """Per-token results of the episodes that were trained on; rows without action tokens have none."""
+    rows: dict[str, list[Any]] = {
+        name: [] for name in ("old_logprobs", "ref_logprobs", "values", "advantages", "returns")
+    }
+    trained: list[Episode] = []
+    if outcome is not None:
+        by_id = {episode.spec.episode_id: episode for episode in episodes}
+        mask = outcome.batch.mask
+        for number, episode_id in enumerate(outcome.batch.episode_ids):
+            trained.append(by_id[episode_id])
+            for name, arrays in rows.items():
+                column = getattr(outcome.columns, name)
+                if column is not None:
+                    arrays.append(column[number].cpu()[mask[number]].numpy())
+    write_update_columns(
+        path,
+        trained,
+        old_logprobs=rows["old_logprobs"],
+        ref_logprobs=rows["ref_logprobs"] if len(rows["ref_logprobs"]) == len(trained) else None,
+        values=rows["values"],
+        advantages=rows["advantages"],
+        returns=rows["returns"],
+        metadata=metadata,
+    )
