@@ -120,6 +120,9 @@ class EnvConfig(Section):
         True, description="Frame texts with the tokenizer's chat template; false concatenates plain text."
     )
     chat_template_kwargs: dict[str, Any] = Field({}, description="Extra arguments of the chat template.")
+    strict_chat_template_boundary: bool = Field(
+        True, description="Refuse a template that renders a finished turn differently from what was sampled."
+    )
     system_prompt: str | None = Field(None, description="System message, once at the start of an episode.")
     success_threshold: float = Field(
         1.0,
@@ -480,8 +483,9 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
     result = dict(base)
     for key, value in overrides.items():
         current = result.get(key)
-        both = isinstance(current, Mapping) and isinstance(value, Mapping)
-        result[key] = merge(current, value) if both else value
+        if isinstance(current, Mapping) and isinstance(value, Mapping):
+            value = merge(current, value)
+        result[key] = value
     return result
 
 

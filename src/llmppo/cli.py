@@ -1,0 +1,223 @@
+"""The `llmppo` command: the workflow's stages, and the commands around a run.
+
+Argument parsing only. Every command imports what it needs when it is called, so that `--help` is instant.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from llmppo import __version__
+from llmppo.errors import LlmppoError
+from llmppo.stage_command import FILE, FOLDER, NO_SETTINGS, option, stage_command
+
+
+class Commands(click.Group):
+    """Prints errors that a user can mend as one message; lists commands in the order of the workflow."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except LlmppoError as error:
+            click.echo(f"llmppo {ctx.invoked_subcommand}: error: {error}", err=True)
+            ctx.exit(1)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__)
+def main() -> None:
+    """Turn-level PPO for language models as a reproducible Snakemake workflow.
+
+    `llmppo run` trains what a config describes, and goes on where it stopped. The stages are commands of
+    their own, which read files and write files; Snakemake calls them.
+    """
+
+
+@main.command(context_settings={"ignore_unknown_options": True})
+@click.option("--config", type=FILE, default="config/config.yaml", show_default=True, help="Experiment YAML.")
+@click.option("--results", type=FOLDER, help="Output root instead of the config's `results`.")
+@click.option("--cores", default="all", show_default=True, help="Jobs of one thread that run at once.")
+@click.option(
+    "--set",
+    "changes",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Change a config key, such as `--set ppo.clip_coef=0.1`; the value is YAML. Repeatable.",
+)
+@click.argument("snakemake_args", nargs=-1, type=click.UNPROCESSED)
+def run(
+    config: Path, results: Path | None, cores: str, changes: tuple[str, ...], snakemake_args: tuple[str, ...]
+) -> None:
+    """Run an experiment, or go on with it.
+
+    The same command continues after any interruption and does nothing once all is done. What it doesn't
+    know goes to snakemake, for instance `-n` for a dry run. A second run on the same results is refused
+    (exit status 73).
+    """
+    from llmppo.run import run_experiment
+
+    sys.exit(run_experiment(config, results, cores, changes, snakemake_args))
+
+
+@main.command()
+@click.option("--config", type=FILE, default="config/config.yaml", show_default=True, help="Experiment YAML.")
+@click.option("--results", type=FOLDER, help="Output root instead of the config's `results`.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=5000, show_default=True, help="Port to listen on.")
+def ui(config: Path, results: Path | None, host: str, port: int) -> None:
+    """Open the MLflow UI on the results."""
+    from llmppo.run import serve_tracker
+
+    serve_tracker(config, results, host, port)
+
+
+@main.command()
+@click.argument("file", type=FILE, default="config/config.yaml")
+def validate(file: Path) -> None:
+    """Check an experiment YAML and say what it would run."""
+    from llmppo.config import load_experiment
+    from llmppo.plan import Plan
+
+    click.echo(f"{file} is valid. {Plan(load_experiment(file)).summary()}")
+
+
+@main.command()
+@click.option("--out", type=FILE, help="File to write instead of printing.")
+@click.option("--markdown", is_flag=True, help="The reference of all keys as Markdown instead.")
+def schema(out: Path | None, markdown: bool) -> None:
+    """JSON schema of experiment files, for editors and other programs."""
+    from llmppo.schema import json_schema, key_reference
+
+    text = key_reference() if markdown else json_schema()
+    if out is None:
+        click.echo(text, nl=False)
+    else:
+        out.write_text(text, encoding="utf-8")
+
+
+SEED = option("seed", click.INT, "Random seed of the chain.")
+BASE = option("base", FOLDER, "Base model folder.")
+POLICY = option("policy", FOLDER, "Policy folder `policy/<iteration>`.")
+DATASET = option("dataset", FOLDER, "Dataset folder, for environments that read rows.", required=False)
+ITERATION = option("iteration", click.IntRange(min=0), "Iteration number.")
+RUN_DIR = option("run-dir", FOLDER, "Folder of the chain: `<experiment>/<variant>/seed-<seed>`.")
+
+
+def rollout_files(required: bool) -> click.Argument:
+    return click.Argument(["rollouts"], nargs=-1, required=required, type=FILE)
+
+
+for command in (
+    stage_command(
+        "base_model",
+        "Build, convert or copy the base model, which stays frozen from then on.",
+        SEED,
+        option("out", FOLDER, "Model folder to write, in Hugging Face format with its tokenizer."),
+    ),
+    stage_command(
+        "dataset",
+        "Write training rows and held-out rows, from a generator or from your own JSONL files.",
+        option("out", FOLDER, "Folder to write: train.jsonl, eval.jsonl, manifest.json."),
+    ),
+    stage_command(
+        "baselines",
+        "Measure the floors and bounds of the environment, such as random play.",
+        DATASET,
+        option("out", FILE, "JSON file to write."),
+    ),
+    stage_command(
+        "rollout",
+        "Sample one shard of an iteration's episodes.",
+        BASE,
+        option("policy", FOLDER, "Policy folder that samples; the base model without it.", required=False),
+        DATASET,
+        SEED,
+        option("split", click.Choice(["train", "warmup"]), "What the episodes are for."),
+        ITERATION,
+        option("shard", click.IntRange(min=0), "Which part of the iteration's episodes, from 0."),
+        option("out", FILE, "Parquet file of episodes to write."),
+    ),
+    stage_command(
+        "critic_warmup",
+        "Write policy 0: fresh adapters, and a critic fitted to ROLLOUTS of the policy that stands still.",
+        BASE,
+        SEED,
+        option("out", FOLDER, "Policy folder to write: `policy/0000`."),
+        option("metrics", FILE, "JSON file of metrics to write."),
+        rollout_files(required=False),
+    ),
+    stage_command(
+        "update",
+        "Update actor and critic on ROLLOUTS: one learn call of turn-level PPO.",
+        BASE,
+        option("policy", FOLDER, "Policy folder of the iteration before."),
+        SEED,
+        ITERATION,
+        option(
+            "evaluation",
+            FILE,
+            "Evaluation metrics of that policy, when `stop_at` needs them.",
+            required=False,
+        ),
+        option("out", FOLDER, "Policy folder to write."),
+        option("advantages", FILE, "Parquet file of values, advantages and returns to write."),
+        option("metrics", FILE, "JSON file of metrics to write."),
+        rollout_files(required=True),
+    ),
+    stage_command(
+        "evaluate",
+        "Play the fixed held-out tasks with a policy.",
+        BASE,
+        POLICY,
+        DATASET,
+        ITERATION,
+        option("out", FOLDER, "Folder to write: episodes by decoding, and metrics.json."),
+    ),
+    stage_command(
+        "export",
+        "Export a policy as PEFT adapter and merged model, with a model card.",
+        BASE,
+        POLICY,
+        RUN_DIR,
+        option("out", FOLDER, "Folder to write: adapter, merged model, model card."),
+    ),
+    stage_command(
+        "variant_config",
+        "Write the resolved config of one chain: an experiment file that reproduces it alone.",
+        option("out", FILE, "YAML file to write."),
+    ),
+    stage_command(
+        "mlflow_init",
+        "Create the tracker's tables once, before several jobs want to.",
+        option("uri", click.STRING, "Tracking URI."),
+        option("out", FILE, "Marker file to write."),
+        settings=NO_SETTINGS,
+    ),
+    stage_command(
+        "track",
+        "Mirror a chain's metrics, transcripts and export to MLflow; logging again adds nothing.",
+        option("experiment", click.STRING, "MLflow experiment."),
+        option("variant", click.STRING, "Variant of the chain."),
+        SEED,
+        RUN_DIR,
+        option("uri", click.STRING, "Tracking URI."),
+        option("out", FILE, "Marker file to write."),
+    ),
+    stage_command(
+        "report",
+        "Write the report of an experiment: one HTML file, figures, and a table.",
+        option("results", FOLDER, "Folder of the experiment: `<results>/<experiment>`."),
+        option("baselines", FILE, "Floors and bounds of the environment.", required=False),
+        option("out", FILE, "HTML file to write; figures and tables lie beside it."),
+    ),
+):
+    main.add_command(command)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""A hash of the code behind a stage's numbers, because Snakemake does not see code behind a command.
+
+`code_token` covers the stage's module, every project module that it imports (found in the source, nothing
+is executed), and the user's own `module:function` names in its settings. Modules are compared as syntax
+trees without docstrings, so that comments, formatting and documentation change nothing. Installed
+libraries are not part of it: they stand in the lock file.
+"""
+
+import ast
+import hashlib
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator
+from functools import cache
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+from llmppo.files import digest
+
+PACKAGE = "llmppo"
+CALLABLE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
+_INSTALLED = {
+    str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")
+}
+
+
+@cache
+def _spec(name: str) -> ModuleSpec | None:
+    """Find a module without importing it or its parents; the working directory is searched last."""
+    parent, _, _ = name.rpartition(".")
+    if parent:
+        above = _spec(parent)
+        locations = above.submodule_search_locations if above else None
+        return PathFinder.find_spec(name, list(locations)) if locations else None
+    return PathFinder.find_spec(name, [*sys.path, str(Path.cwd())])
+
+
+@cache
+def _source(name: str) -> Path | None:
+    """The source file of a module that belongs to the project or to the user, else None."""
+    root = name.partition(".")[0]
+    if root in sys.stdlib_module_names:
+        return None
+    spec = _spec(name)
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        return None
+    path = Path(spec.origin).resolve()
+    installed = any(str(parent) in _INSTALLED for parent in path.parents)
+    return path if root == PACKAGE or not installed else None
+
+
+def _without_docstrings(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
+            first = node.body[0]
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                node.body = node.body[1:]
+    return tree
+
+
+def _imports(tree: ast.Module, package: str) -> Iterator[str]:
+    """Every module name that a source file may import, lazy imports inside functions included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                anchor = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*anchor, base] if base else anchor)
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args:
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called == "import_module" and isinstance(node.args[0], ast.Constant):
+                yield str(node.args[0].value)
+
+
+@cache
+def _module(name: str) -> tuple[str, frozenset[str]] | None:
+    """Hash of a project or user module's code, and the names it imports."""
+    path = _source(name)
+    if path is None:
+        return None
+    tree = _without_docstrings(ast.parse(path.read_bytes(), filename=str(path)))
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    code = hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+    return code, frozenset(_imports(tree, package))
+
+
+def _with_parents(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+
+
+def module_hashes(*roots: str) -> dict[str, str]:
+    """Hash of each project or user module reachable by imports from `roots`, parent packages included.
+
+    The package's own `__init__` is left out: it only re-exports names and holds the version number.
+    """
+    hashes: dict[str, str] = {}
+    waiting, seen = [name for root in roots for name in _with_parents(root)], set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name == PACKAGE:
+            continue
+        seen.add(name)
+        found = _module(name)
+        if found is not None:
+            hashes[name] = found[0]
+            waiting += [part for imported in found[1] for part in _with_parents(imported)]
+    return hashes
+
+
+def callables_in(settings: Any) -> set[str]:
+    """Modules of the `module:function` strings anywhere in a settings tree."""
+    if isinstance(settings, str):
+        match = CALLABLE.fullmatch(settings)
+        return {match[1]} if match else set()
+    if isinstance(settings, dict):
+        return set().union(*(callables_in(value) for value in settings.values()))
+    if isinstance(settings, list | tuple):
+        return set().union(*(callables_in(value) for value in settings))
+    return set()
+
+
+def stage_module(stage: str) -> str:
+    """The module that holds a stage's `run`."""
+    return f"{PACKAGE}.stages.{stage}"
+
+
+def code_token(stage: str, settings: Any = None) -> str:
+    """Token of a stage with these settings: it changes exactly when code behind the numbers changes."""
+    return digest(module_hashes(stage_module(stage), *sorted(callables_in(settings))))

@@ -1,0 +1,114 @@
+"""Where every artefact of a results folder lies, as plain strings.
+
+`Layout` is the only place that spells these paths. An argument may be a Snakemake placeholder such as
+`"{iteration}"`: it passes through, so that a rule's pattern and a concrete path come from the same line.
+"""
+
+from dataclasses import dataclass
+
+
+def _number(value: int | str) -> str:
+    """Iterations are zero-padded, so that names sort as numbers; placeholders pass through."""
+    return f"{value:04d}" if isinstance(value, int) else value
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The paths below `results` for one experiment; `key` is a hash of what a shared artefact depends on."""
+
+    results: str
+    experiment: str
+
+    @property
+    def root(self) -> str:
+        """The experiment's own folder."""
+        return f"{self.results}/{self.experiment}"
+
+    @property
+    def lock(self) -> str:
+        return f"{self.results}/.run.lock"
+
+    @property
+    def mlflow_database(self) -> str:
+        return f"{self.results}/mlflow.db"
+
+    @property
+    def report(self) -> str:
+        return f"{self.root}/report/report.html"
+
+    @property
+    def summary_table(self) -> str:
+        return f"{self.root}/report/summary.csv"
+
+    @property
+    def figures(self) -> str:
+        return f"{self.root}/report/figures"
+
+    # Shared by every variant, seed and experiment that agrees on what they depend on.
+
+    def base_model(self, key: str) -> str:
+        return f"{self.results}/shared/base_model/{key}"
+
+    def dataset(self, key: str) -> str:
+        return f"{self.results}/shared/dataset/{key}"
+
+    def baselines(self, key: str) -> str:
+        return f"{self.results}/shared/baselines/{key}.json"
+
+    def warmup_rollout(self, key: str, step: int | str, shard: int | str) -> str:
+        return f"{self.results}/shared/warmup_rollouts/{key}/step-{step}/shard-{shard}.parquet"
+
+    def mlflow_ready(self, key: str) -> str:
+        """Marks a tracking store whose tables exist."""
+        return f"{self.results}/shared/mlflow/{key}.json"
+
+    def shared_log(self, stage: str, name: str) -> str:
+        return f"{self.results}/shared/logs/{stage}/{name}.log"
+
+    def shared_benchmark(self, stage: str, name: str) -> str:
+        return f"{self.results}/shared/benchmarks/{stage}/{name}.tsv"
+
+    # One chain: a variant with a seed.
+
+    def chain(self, variant: str, seed: int | str) -> str:
+        return f"{self.root}/{variant}/seed-{seed}"
+
+    def config(self, variant: str, seed: int | str) -> str:
+        return f"{self.chain(variant, seed)}/config.yaml"
+
+    def policy(self, variant: str, seed: int | str, iteration: int | str) -> str:
+        return f"{self.chain(variant, seed)}/policy/{_number(iteration)}"
+
+    def warmup_metrics(self, variant: str, seed: int | str) -> str:
+        return f"{self.chain(variant, seed)}/warmup/metrics.json"
+
+    def iteration(self, variant: str, seed: int | str, iteration: int | str) -> str:
+        return f"{self.chain(variant, seed)}/iterations/{_number(iteration)}"
+
+    def rollout(self, variant: str, seed: int | str, iteration: int | str, shard: int | str) -> str:
+        return f"{self.iteration(variant, seed, iteration)}/rollouts/shard-{shard}.parquet"
+
+    def advantages(self, variant: str, seed: int | str, iteration: int | str) -> str:
+        return f"{self.iteration(variant, seed, iteration)}/advantages.parquet"
+
+    def metrics(self, variant: str, seed: int | str, iteration: int | str) -> str:
+        return f"{self.iteration(variant, seed, iteration)}/metrics.json"
+
+    def evaluation(self, variant: str, seed: int | str, iteration: int | str) -> str:
+        return f"{self.chain(variant, seed)}/evaluations/{_number(iteration)}"
+
+    def evaluation_metrics(self, variant: str, seed: int | str, iteration: int | str) -> str:
+        return f"{self.evaluation(variant, seed, iteration)}/metrics.json"
+
+    def export(self, variant: str, seed: int | str) -> str:
+        return f"{self.chain(variant, seed)}/export"
+
+    def tracked(self, variant: str, seed: int | str) -> str:
+        """Marks a chain whose metrics are mirrored to the tracker."""
+        return f"{self.chain(variant, seed)}/tracking.json"
+
+    def log(self, stage: str, variant: str, seed: int | str, name: str) -> str:
+        return f"{self.chain(variant, seed)}/logs/{stage}/{name}.log"
+
+    def benchmark(self, stage: str, variant: str, seed: int | str, name: str) -> str:
+        return f"{self.chain(variant, seed)}/benchmarks/{stage}/{name}.tsv"

@@ -1,0 +1,259 @@
+"""The jobs of an experiment: hashes of shared artefacts, the files of each chain, and their order.
+
+Snakemake's rules and the `llmppo` commands ask a `Plan` instead of reading the config. Nothing here
+imports a model library.
+"""
+
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from llmppo.codetoken import code_token
+from llmppo.config import (
+    ExperimentConfig,
+    GgufModelConfig,
+    PretrainedModelConfig,
+    StageResources,
+    TinyModelConfig,
+    variant_config,
+)
+from llmppo.errors import ConfigError
+from llmppo.files import canonical_json, digest
+from llmppo.layout import Layout
+from llmppo.stage_settings import STAGES, chain_config, resources_of, stage_settings
+
+__all__ = ["Plan", "stage_settings"]
+
+RESERVED_NAMES = ("shared", "mlartifacts")
+
+User = TypeVar("User")
+
+
+def _first_users(keys: dict[User, str]) -> dict[str, User]:
+    """Invert user -> key; of several users the first one stands for all."""
+    return {key: user for user, key in reversed(keys.items())}
+
+
+class Plan:
+    """The jobs of one experiment: what they read, what they write, in which order."""
+
+    def __init__(self, experiment: ExperimentConfig) -> None:
+        if experiment.name in RESERVED_NAMES:
+            raise ConfigError(
+                f"name: `{experiment.name}` is a folder of its own below `results`; choose another name"
+            )
+        self.experiment = experiment
+        self.layout = Layout(experiment.results.rstrip("/") or "/", experiment.name)
+        self.variants = {name: variant_config(experiment, name) for name in experiment.variants}
+        self.chains = [(variant, seed) for variant in self.variants for seed in experiment.seeds]
+        self.last = experiment.iterations
+
+    # Parameters of jobs.
+
+    @cached_property
+    def _stages(self) -> dict[tuple[str, str | None], tuple[dict[str, Any], str]]:
+        """Settings and code token of each stage, for each variant and for the experiment as a whole."""
+        configs: list[tuple[str | None, ExperimentConfig]] = [(None, self.experiment), *self.variants.items()]
+        settings = {
+            (stage, variant): stage_settings(config, stage) for variant, config in configs for stage in STAGES
+        }
+        return {key: (values, code_token(key[0], values)) for key, values in settings.items()}
+
+    def settings(self, stage: str, variant: str | None = None) -> dict[str, Any]:
+        """Settings of a stage; without a variant those of the whole experiment."""
+        return self._stages[stage, variant][0]
+
+    @cached_property
+    def _settings_json(self) -> dict[tuple[str, str | None], str]:
+        return {key: canonical_json(settings) for key, (settings, _) in self._stages.items()}
+
+    def settings_json(self, stage: str, variant: str | None = None) -> str:
+        return self._settings_json[stage, variant]
+
+    def code(self, stage: str, variant: str | None = None) -> str:
+        """Token of the code behind a stage, the user's own modules in its settings included."""
+        return self._stages[stage, variant][1]
+
+    def chain_file(self, variant: str, seed: int) -> str:
+        """Settings of `variant_config`: an experiment config of its own, which reproduces this one chain."""
+        values = {**chain_config(self.variants[variant]), "seeds": [seed], "variants": {variant: {}}}
+        return json.dumps({"config": values})  # keys in the order of the config models
+
+    def resources(self, stage: str) -> StageResources:
+        return resources_of(self.experiment, stage)
+
+    # Hashes of shared artefacts: everything they depend on, and nothing else.
+
+    def _key(self, stage: str, variant: str, **parents: Any) -> str:
+        return digest(
+            {"settings": self.settings(stage, variant), "code": self.code(stage, variant), **parents}
+        )
+
+    def base_seed(self, variant: str, seed: int) -> int:
+        """The seed that a base model is built with: the chain's own, or 0 where all chains share one."""
+        model = self.variants[variant].base_model
+        return seed if isinstance(model, TinyModelConfig) and model.per_seed else 0
+
+    @cached_property
+    def base_keys(self) -> dict[tuple[str, int], str]:
+        """Key of each chain's base model."""
+        return {
+            (variant, seed): self._key("base_model", variant, seed=self.base_seed(variant, seed))
+            for variant, seed in self.chains
+        }
+
+    @cached_property
+    def dataset_keys(self) -> dict[str, str]:
+        """Key of the dataset of each variant that has one."""
+        return {
+            variant: self._key("dataset", variant)
+            for variant, config in self.variants.items()
+            if config.dataset is not None
+        }
+
+    @cached_property
+    def baselines_key(self) -> str:
+        variant = self.reference_variant
+        return self._key("baselines", variant, dataset=self.dataset_keys.get(variant))
+
+    @cached_property
+    def warmup_keys(self) -> dict[tuple[str, int], str]:
+        """Key of each chain's warm-up rollouts; without the number of steps, so that more steps add to them."""
+        return {
+            (variant, seed): self._key(
+                "rollout",
+                variant,
+                base=self.base_keys[variant, seed],
+                dataset=self.dataset_keys.get(variant),
+                seed=seed,
+            )
+            for variant, seed in self.chains
+        }
+
+    @cached_property
+    def base_models(self) -> dict[str, tuple[str, int]]:
+        """Key of each base model to the first chain that uses it."""
+        return _first_users(self.base_keys)
+
+    @cached_property
+    def datasets(self) -> dict[str, str]:
+        """Key of each dataset to the first variant that uses it."""
+        return _first_users(self.dataset_keys)
+
+    @cached_property
+    def warmups(self) -> dict[str, tuple[str, int]]:
+        """Key of each set of warm-up rollouts to the first chain that uses it."""
+        return _first_users(self.warmup_keys)
+
+    @property
+    def reference_variant(self) -> str:
+        """The variant whose environment gives the floors and bounds drawn in the report."""
+        return next(iter(self.variants))
+
+    @property
+    def tracking_uri(self) -> str:
+        return self.experiment.tracking.uri or f"sqlite:///{self.layout.mlflow_database}"
+
+    @property
+    def tracking_key(self) -> str:
+        return digest(self.tracking_uri)
+
+    # Inputs from outside the workflow: a change of these files reruns what is made of them.
+
+    def base_model_sources(self, variant: str) -> list[str]:
+        match self.variants[variant].base_model:
+            case GgufModelConfig(package=None, file=file):
+                return [file]
+            case PretrainedModelConfig(path=path) if Path(path).is_dir():
+                return [str(file) for file in sorted(Path(path).iterdir()) if file.is_file()]
+        return []
+
+    def dataset_sources(self, variant: str) -> list[str]:
+        dataset = self.variants[variant].dataset
+        return [] if dataset is None else [path for path in (dataset.train, dataset.eval) if path]
+
+    # Artefacts of a chain, as files that Snakemake watches. A folder is represented by its manifest.
+
+    def base_manifest(self, variant: str, seed: int) -> str:
+        return f"{self.layout.base_model(self.base_keys[variant, seed])}/manifest.json"
+
+    def dataset_manifest(self, variant: str) -> list[str]:
+        key = self.dataset_keys.get(variant)
+        return [] if key is None else [f"{self.layout.dataset(key)}/manifest.json"]
+
+    def baselines_file(self) -> str:
+        return self.layout.baselines(self.baselines_key)
+
+    def policy_manifest(self, variant: str, seed: int, iteration: int) -> str:
+        return f"{self.layout.policy(variant, seed, iteration)}/manifest.json"
+
+    def shards(self, variant: str) -> range:
+        config = self.variants[variant]
+        return range(-(-config.ppo.batch_size // config.rollout.shard_size))
+
+    def rollouts(self, variant: str, seed: int, iteration: int) -> list[str]:
+        return [self.layout.rollout(variant, seed, iteration, shard) for shard in self.shards(variant)]
+
+    def warmup_rollouts(self, variant: str, seed: int) -> list[str]:
+        key = self.warmup_keys[variant, seed]
+        steps = range(1, self.variants[variant].ppo.critic_warmup_steps + 1)
+        return [
+            self.layout.warmup_rollout(key, step, shard) for step in steps for shard in self.shards(variant)
+        ]
+
+    def evaluated(self) -> list[int]:
+        """Iterations whose policy is evaluated: the first, every k-th, the last."""
+        every = self.experiment.evaluation.every
+        return sorted({*range(0, self.last + 1, every), self.last})
+
+    def evaluations(self, variant: str, seed: int) -> list[str]:
+        return [self.layout.evaluation_metrics(variant, seed, i) for i in self.evaluated()]
+
+    def stop_evaluation(self, variant: str, seed: int, iteration: int) -> list[str]:
+        """The evaluation that may end the chain before update `iteration`, if there is one.
+
+        Only every k-th counts: the one of a last iteration must not matter once the chain is extended.
+        """
+        stop = self.variants[variant].stop_at
+        if stop is None or not stop.metric.startswith("eval/"):
+            return []
+        if (iteration - 1) % self.experiment.evaluation.every:
+            return []
+        return [self.layout.evaluation_metrics(variant, seed, iteration - 1)]
+
+    def updates(self, variant: str, seed: int) -> list[str]:
+        return [self.layout.metrics(variant, seed, i) for i in range(1, self.last + 1)]
+
+    def transcripts(self, variant: str, seed: int) -> list[str]:
+        """Evaluation episodes of the first and the last policy."""
+        return [
+            f"{self.layout.evaluation(variant, seed, i)}/{decoding}.parquet"
+            for i in (0, self.last)
+            for decoding in self.experiment.evaluation.decoding
+        ]
+
+    def measured(self, variant: str, seed: int) -> list[str]:
+        """Every metrics file of a chain."""
+        return [
+            self.layout.warmup_metrics(variant, seed),
+            *self.updates(variant, seed),
+            *self.evaluations(variant, seed),
+        ]
+
+    def summary(self) -> str:
+        """One sentence on the size of the experiment."""
+        variants, seeds = len(self.variants), len(self.experiment.seeds)
+        return (
+            f"{self.experiment.name}: {variants} variant{'s' * (variants > 1)} x {seeds} seed{'s' * (seeds > 1)}, "
+            f"{self.last} iterations of {self.experiment.ppo.batch_size} episodes, results in {self.layout.root}"
+        )
+
+    def targets(self) -> Iterator[str]:
+        """What a finished experiment has."""
+        yield self.layout.report
+        for variant, seed in self.chains:
+            yield f"{self.layout.export(variant, seed)}/manifest.json"
+            if self.experiment.tracking.mlflow:
+                yield self.layout.tracked(variant, seed)

@@ -1,0 +1,68 @@
+"""What a stage's process needs from the operating system: threads, its parent's death, its log file."""
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TextIO
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+THREAD_COUNTS = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
+
+
+def thread_environment(threads: int) -> dict[str, str]:
+    """Variables that fix the number of threads; they count only if set before numpy or torch is imported.
+
+    A passive wait policy keeps idle OpenMP threads from spinning on cores that other jobs need.
+    """
+    return {
+        **{name: str(threads) for name in THREAD_COUNTS},
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+
+
+def prefer_own_commands() -> None:
+    """Put the commands of this Python's environment first in PATH, for child processes."""
+    here = str(Path(sys.executable).parent)
+    os.environ["PATH"] = os.pathsep.join([here, os.environ.get("PATH", os.defpath)])
+
+
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Let the kernel kill this process when its parent ends, so that a killed run leaves nothing behind.
+
+    Linux only; elsewhere a stage finishes on its own.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the kernel knew our wish
+        os.kill(os.getpid(), number)
+
+
+def redirect_output(log: Path) -> TextIO:
+    """Send stdout and stderr, also those of libraries and child processes, to `log`.
+
+    Returns a stream to where stderr went before.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    terminal = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="replace")
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True, errors="replace")
+    return terminal

@@ -1,0 +1,113 @@
+"""How a stage runs as a command: its settings, its process, its log and its errors.
+
+`stage_command` makes the click command of a stage: it reads `--settings`, prepares the process, imports
+`llmppo.stages.<name>` and calls its `run(settings, **options)`.
+"""
+
+import json
+import os
+import sys
+import traceback
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TextIO
+
+import click
+
+from llmppo.errors import ConfigError, LlmppoError
+from llmppo.process import die_with_parent, redirect_output, thread_environment
+
+FILE = click.Path(path_type=Path, dir_okay=False)
+FOLDER = click.Path(path_type=Path, file_okay=False)
+
+
+def option(name: str, kind: Any, text: str, required: bool = True) -> click.Option:
+    """An option whose help says what it holds; required unless said otherwise."""
+    return click.Option([f"--{name}"], type=kind, help=text, required=required)
+
+
+SETTINGS = option(
+    "settings",
+    click.STRING,
+    "JSON text of the config sections that the stage reads, or the path of an experiment YAML.",
+)
+NO_SETTINGS = click.Option(["--settings"], default="{}", hidden=True)
+VARIANT = option(
+    "variant", click.STRING, "Variant to take from a YAML; the first without it.", required=False
+)
+LOG = option(
+    "log", FILE, "File that gets the output; one line still appears on the terminal.", required=False
+)
+
+
+def read_settings(text: str, stage: str, variant: str | None) -> dict[str, Any]:
+    """Settings from JSON text, or the sections that `stage` reads from an experiment YAML.
+
+    Raises ConfigError.
+    """
+    if text.lstrip().startswith("{"):
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"--settings: not valid JSON: {error}") from None
+    from llmppo.config import load_experiment, variant_config
+    from llmppo.stage_settings import stage_settings
+
+    experiment = load_experiment(text)
+    if stage != "report":
+        experiment = variant_config(experiment, variant or next(iter(experiment.variants)), text)
+    return stage_settings(experiment, stage)
+
+
+def _say(text: str, terminal: TextIO | None) -> None:
+    """To stderr, and to the terminal where stderr is a log."""
+    print(text, file=sys.stderr, flush=True)
+    if terminal is not None:
+        print(text, file=terminal, flush=True)
+
+
+def run_stage(
+    stage: str, settings: str, variant: str | None, log: Path | None, options: dict[str, Any]
+) -> int:
+    """Run one stage in this process and return its exit status."""
+    die_with_parent()
+    terminal = redirect_output(log) if log else None
+    name = f"llmppo {stage.replace('_', '-')}"
+    try:
+        values = read_settings(settings, stage, variant)
+        os.environ.update(thread_environment(int(values.get("threads", 1))))
+        summary = import_module(f"llmppo.stages.{stage}").run(values, **options)
+    except LlmppoError as error:
+        _say(f"{name}: error: {error}", terminal)
+        return 1
+    except KeyboardInterrupt:
+        _say(f"{name}: interrupted", terminal)
+        return 130
+    except Exception as error:
+        if terminal is None:
+            raise
+        traceback.print_exc()
+        last = traceback.format_exception_only(error)[-1].strip()
+        print(f"{name}: {last} (traceback in {log})", file=terminal, flush=True)
+        return 1
+    if summary:
+        _say(summary, terminal)
+    return 0
+
+
+def stage_command(
+    stage: str, text: str, *parameters: click.Parameter, settings: click.Option = SETTINGS
+) -> click.Command:
+    """The command of a stage with its own parameters; `text` is its help."""
+    has_variant = any(parameter.name == "variant" for parameter in parameters)
+
+    def callback(settings: str, log: Path | None, variant: str | None, **given: Any) -> None:
+        options = {**given, "variant": variant} if has_variant else given
+        sys.exit(run_stage(stage, settings, variant, log, options))
+
+    return click.Command(
+        stage.replace("_", "-"),
+        callback=callback,
+        params=[settings, *([] if has_variant else [VARIANT]), *parameters, LOG],
+        help=text,
+    )

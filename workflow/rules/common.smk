@@ -1,0 +1,114 @@
+# The validated plan of the experiment, and what every rule takes from it.
+#
+# Rules never read `config`: inputs, params and resources come from `PLAN`, so that a job's params are
+# exactly the settings its stage reads. Shell strings use nothing but params, so the rules work in a module.
+
+import shlex
+import sys
+from pathlib import Path
+
+from llmppo.config import parse_experiment
+from llmppo.errors import LlmppoError
+from llmppo.plan import Plan
+from llmppo.process import prefer_own_commands, thread_environment
+
+try:
+    PLAN = Plan(
+        parse_experiment(config, ", ".join(map(str, workflow.configfiles)) or "config")
+    )
+except LlmppoError as error:
+    # An exception would be shown with a trace, which says nothing to who mistyped a key.
+    sys.exit(f"Error in {error}")
+
+LAYOUT = PLAN.layout
+
+# The rules call `llmppo` from the environment that runs Snakemake, whether or not it is activated.
+prefer_own_commands()
+
+
+wildcard_constraints:
+    variant="|".join(map(re.escape, PLAN.variants)),
+    seed=r"\d+",
+    iteration=r"\d\d\d\d+",
+    step=r"\d+",
+    shard=r"\d+",
+    key=r"[0-9a-f]{12}",
+
+
+def chain_of(wildcards):
+    """Variant and seed of a job."""
+    return wildcards.variant, int(wildcards.seed)
+
+
+def environment(stage):
+    """Assignments in front of a command. The thread count is the config's, never Snakemake's scaled
+    one: results must not depend on `--cores`."""
+    variables = thread_environment(PLAN.resources(stage).threads)
+    return " ".join(f"{name}={value}" for name, value in variables.items())
+
+
+def settings(stage):
+    """Settings of the stage for the job's variant."""
+    return lambda wildcards: PLAN.settings_json(stage, wildcards.variant)
+
+
+def code(stage):
+    """Token of the code behind the stage: a changed stage reruns."""
+    return lambda wildcards: PLAN.code(stage, wildcards.variant)
+
+
+def input_folder(name):
+    """Folder of the manifest that is input `name`."""
+    return lambda wildcards, input: str(Path(input[name]).parent)
+
+
+def output_folder(name):
+    """Folder of the file that is output `name`."""
+    return lambda wildcards, output: str(Path(output[name]).parent)
+
+
+def input_option(name, folder=False):
+    """`--name VALUE` when input `name` has a file, else nothing."""
+
+    def arguments(wildcards, input):
+        if not input[name]:
+            return ""
+        path = Path(input[name])
+        return f"--{name} {shlex.quote(str(path.parent if folder else path))}"
+
+    return arguments
+
+
+# Who stands for a shared artefact: the first of its users. They agree on everything that counts.
+
+
+def base_model_chain(wildcards):
+    return PLAN.base_models[wildcards.key]
+
+
+def warmup_chain(wildcards):
+    return PLAN.warmups[wildcards.key]
+
+
+def dataset_variant(wildcards):
+    return PLAN.datasets[wildcards.key]
+
+
+# Artefacts of a job's chain.
+
+
+def base_manifest(wildcards):
+    return PLAN.base_manifest(*chain_of(wildcards))
+
+
+def dataset_manifest(wildcards):
+    return PLAN.dataset_manifest(wildcards.variant)
+
+
+def previous_policy(wildcards):
+    """The policy that iteration i samples with and starts from: the one that iteration i-1 wrote."""
+    return PLAN.policy_manifest(*chain_of(wildcards), int(wildcards.iteration) - 1)
+
+
+def last_policy(wildcards):
+    return PLAN.policy_manifest(*chain_of(wildcards), PLAN.last)

@@ -1,0 +1,29 @@
+# Rows of a dataset environment, shared by everything that uses the same.
+
+
+rule dataset:
+    input:
+        sources=lambda wildcards: PLAN.dataset_sources(dataset_variant(wildcards)),
+    output:
+        manifest=f"{LAYOUT.dataset('{key}')}/manifest.json",
+        train=f"{LAYOUT.dataset('{key}')}/train.jsonl",
+        eval=f"{LAYOUT.dataset('{key}')}/eval.jsonl",
+    log:
+        LAYOUT.shared_log("dataset", "{key}"),
+    benchmark:
+        LAYOUT.shared_benchmark("dataset", "{key}")
+    conda:
+        "llmppo"
+    threads: PLAN.resources("dataset").threads
+    resources:
+        mem_mb=PLAN.resources("dataset").mem_mb,
+        runtime=PLAN.resources("dataset").runtime,
+    params:
+        env=environment("dataset"),
+        settings=lambda wildcards: PLAN.settings_json(
+            "dataset", dataset_variant(wildcards)
+        ),
+        code=lambda wildcards: PLAN.code("dataset", dataset_variant(wildcards)),
+        out=output_folder("manifest"),
+    shell:
+        "{params.env} exec llmppo dataset --settings {params.settings:q} --out {params.out:q} --log {log:q}"

@@ -1,0 +1,52 @@
+# What a chain leaves for others: its resolved config, and its last policy as adapter and merged model.
+
+
+rule variant_config:
+    output:
+        LAYOUT.config("{variant}", "{seed}"),
+    log:
+        LAYOUT.log("variant_config", "{variant}", "{seed}", "variant_config"),
+    benchmark:
+        LAYOUT.benchmark("variant_config", "{variant}", "{seed}", "variant_config")
+    conda:
+        "llmppo"
+    threads: 1
+    resources:
+        mem_mb=500,
+        runtime=5,
+    params:
+        settings=lambda wildcards: PLAN.chain_file(*chain_of(wildcards)),
+    shell:
+        "exec llmppo variant-config --settings {params.settings:q} --out {output:q} --log {log:q}"
+
+
+rule export:
+    input:
+        base=base_manifest,
+        policy=last_policy,
+        config=rules.variant_config.output[0],
+        metrics=lambda wildcards: PLAN.measured(*chain_of(wildcards)),
+    output:
+        manifest=f"{LAYOUT.export('{variant}', '{seed}')}/manifest.json",
+    log:
+        LAYOUT.log("export", "{variant}", "{seed}", "export"),
+    benchmark:
+        LAYOUT.benchmark("export", "{variant}", "{seed}", "export")
+    conda:
+        "llmppo"
+    threads: PLAN.resources("export").threads
+    resources:
+        mem_mb=PLAN.resources("export").mem_mb,
+        runtime=PLAN.resources("export").runtime,
+        gpu=PLAN.resources("export").gpus,
+    params:
+        env=environment("export"),
+        settings=settings("export"),
+        code=code("export"),
+        base=input_folder("base"),
+        policy=input_folder("policy"),
+        run_dir=input_folder("config"),
+        out=output_folder("manifest"),
+    shell:
+        "{params.env} exec llmppo export --settings {params.settings:q} --base {params.base:q}"
+        " --policy {params.policy:q} --run-dir {params.run_dir:q} --out {params.out:q} --log {log:q}"
