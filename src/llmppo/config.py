@@ -542,17 +542,21 @@ def parse_experiment(values: Mapping[str, Any], source: str = "config") -> Exper
     return experiment
 
 
-def load_experiment(path: str | Path) -> ExperimentConfig:
-    """Read and validate an experiment YAML. Raises ConfigError naming the file and each faulty key."""
+def read_values(path: str | Path) -> Any:
+    """The content of an experiment YAML before validation. Raises ConfigError naming the file."""
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
             f"{path} does not exist; the shipped experiments are config/config.yaml and config/experiments/*.yaml"
         ) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
-    return parse_experiment(values, str(path))
+
+
+def load_experiment(path: str | Path) -> ExperimentConfig:
+    """Read and validate an experiment YAML. Raises ConfigError naming the file and each faulty key."""
+    return parse_experiment(read_values(path), str(path))
 
 
 def variant_config(experiment: ExperimentConfig, variant: str, source: str = "config") -> ExperimentConfig:

@@ -1,0 +1,207 @@
+"""Batched generation with a KV cache on any transformers causal LM.
+
+All requests of a call (or `chunk_size` of them) run together, left-padded; finished rows leave the batch,
+so a call makes as many model calls as its longest reply has tokens. A recorded log-prob is that of
+softmax(logits / temperature + logit_bias), which is what the trainer computes; top-k, top-p, min-p,
+repetition penalty and `min_new_tokens` only restrict what is drawn. Greedy replies take the likeliest token.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmppo.config import SamplingConfig
+from llmppo.engines.base import Generation, GenerationRequest
+from llmppo.engines.sampling import BatchSampler, SamplingSettings
+from llmppo.errors import NonFiniteError
+from llmppo.trajectories.episode import StopReason
+
+KEEP_BATCH_ABOVE = 0.75  # share of unfinished rows from which the batch keeps its finished ones
+
+
+class StepForward(Protocol):
+    """The model as the engine sees it."""
+
+    def new_cache(self) -> Any:
+        """An empty KV cache with transformers' `reorder_cache(rows)`."""
+        ...
+
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any) -> Tensor:
+        """fp32 logits [B, V] of the last of `input_ids` [B, t], after what `cache` holds.
+
+        `attention_mask` [B, S] covers cache and input; 0 is padding. `position_ids` [B, t].
+        """
+        ...
+
+
+class HFStep:
+    """A transformers model (or PEFT wrapper) as StepForward. Only the last position meets the output head."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def new_cache(self) -> Any:
+        from transformers import DynamicCache
+
+        if self._model.training:
+            raise ValueError("the model is in training mode; call model.eval() before generating")
+        return DynamicCache(config=self._model.config)
+
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any) -> Tensor:
+        # The model's own forward applies the family's soft-cap or scale to the logits.
+        output = self._model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1].float()
+
+
+def hf_forward(model: Any) -> StepForward:
+    """The step function of a plain transformers model."""
+    return HFStep(model)
+
+
+class HFEngine:
+    """A GenerationEngine; see the module docstring. `end_token_ids` end a reply and belong to it."""
+
+    def __init__(
+        self,
+        forward: StepForward,
+        end_token_ids: Collection[int],
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        logit_bias: Mapping[int, float] | None = None,
+        chunk_size: int | None = None,
+        pad_id: int = 0,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        self.decode_steps = 0
+        self._forward, self._end_token_ids = forward, frozenset(end_token_ids)
+        self._settings = SamplingSettings(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            logit_bias=dict(logit_bias or {}),
+        )
+        self._chunk_size, self._pad_id, self._device = chunk_size, pad_id, torch.device(device)
+
+    @classmethod
+    def from_config(
+        cls,
+        forward: StepForward,
+        end_token_ids: Collection[int],
+        sampling: SamplingConfig,
+        *,
+        pad_id: int = 0,
+        device: str | torch.device = "cpu",
+    ) -> Self:
+        """An engine with the sampling settings of a config section."""
+        return cls(
+            forward,
+            end_token_ids,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            logit_bias=sampling.logit_bias,
+            chunk_size=sampling.hf_generate_chunk_size,
+            pad_id=pad_id,
+            device=device,
+        )
+
+    @torch.inference_mode()
+    def generate(self, requests: Sequence[GenerationRequest], *, greedy: bool = False) -> list[Generation]:
+        """Replies in the order of the requests. Raises NonFiniteError where the model's logits are NaN."""
+        size = self._chunk_size or max(len(requests), 1)
+        replies: list[Generation] = []
+        for start in range(0, len(requests), size):
+            replies += self._generate_chunk(requests[start : start + size], greedy)
+        return replies
+
+    def _generate_chunk(self, requests: Sequence[GenerationRequest], greedy: bool) -> list[Generation]:
+        """Batch row b serves request `rows[b]` and is done once its reply is complete."""
+        device = self._device
+        input_ids, attention_mask = self._left_padded(requests)  # [B, S], [B, S + longest reply]
+        width = input_ids.shape[1]
+        position_ids = (attention_mask[:, :width].cumsum(dim=1) - 1).clamp_(min=0)
+        limits = torch.tensor([request.max_new_tokens for request in requests], device=device)
+        end_tokens = torch.tensor(sorted(self._end_token_ids), device=device)
+        sampler = BatchSampler(requests, self._settings, self._end_token_ids, greedy=greedy, device=device)
+        cache = self._forward.new_cache()
+
+        longest = attention_mask.shape[1] - width
+        tokens = torch.full((len(requests), longest), self._pad_id, device=device)
+        logprobs = torch.zeros(len(requests), longest, device=device)
+        lengths = torch.zeros_like(limits)
+        ended = torch.zeros(len(requests), dtype=torch.bool, device=device)
+        rows, done = torch.arange(len(requests), device=device), torch.zeros_like(ended)
+
+        for step in range(longest):
+            logits = self._forward(input_ids, attention_mask[:, : width + step], position_ids, cache)
+            self.decode_steps += 1
+            chosen, logprob = sampler.choose(logits)
+            tokens[rows, step], logprobs[rows, step] = chosen, logprob
+            is_end = torch.isin(chosen, end_tokens)
+            finished = ~done & (is_end | (limits[rows] == step + 1))
+            lengths[rows[finished]] = step + 1
+            ended[rows[finished]] = is_end[finished]
+            done |= finished
+            left = len(rows) - int(done.sum())
+            if left == 0:
+                break
+            # A finished row repeats its last position until enough are done to pay for copying the cache.
+            input_ids = chosen.masked_fill(done, self._pad_id)[:, None]
+            position_ids = position_ids[:, -1:] + (~done)[:, None]
+            if left <= KEEP_BATCH_ABOVE * len(rows):
+                kept = (~done).nonzero().squeeze(1)
+                cache.reorder_cache(kept)
+                sampler.keep(kept)
+                rows, done, attention_mask = rows[kept], done[kept], attention_mask[kept]
+                input_ids, position_ids = input_ids[kept], position_ids[kept]
+        return _replies(tokens.cpu(), logprobs.cpu(), lengths.tolist(), ended.tolist())
+
+    def _left_padded(self, requests: Sequence[GenerationRequest]) -> tuple[Tensor, Tensor]:
+        """Prompts [B, S] and their attention mask [B, S + longest reply]."""
+        if min(len(request.token_ids) for request in requests) == 0:
+            raise ValueError("a generation request has no tokens; a model needs one to start from")
+        width = max(len(request.token_ids) for request in requests)
+        longest = max(request.max_new_tokens for request in requests)
+        ids = np.full((len(requests), width), self._pad_id, np.int64)
+        mask = np.ones((len(requests), width + longest), np.int64)
+        for row, request in enumerate(requests):
+            start = width - len(request.token_ids)
+            ids[row, start:] = request.token_ids
+            mask[row, :start] = 0
+        return torch.from_numpy(ids).to(self._device), torch.from_numpy(mask).to(self._device)
+
+
+def _replies(tokens: Tensor, logprobs: Tensor, lengths: list[int], ended: list[bool]) -> list[Generation]:
+    replies = []
+    for row, length in enumerate(lengths):
+        sampled = logprobs[row, :length].numpy().copy()
+        if not np.isfinite(sampled).all():
+            raise NonFiniteError(
+                f"the model gave no finite log-prob for token {int(np.flatnonzero(~np.isfinite(sampled))[0])} of reply {row}; its weights or logits are NaN or infinite"
+            )
+        replies.append(
+            Generation(
+                token_ids=tokens[row, :length].tolist(),
+                logprobs=sampled,
+                stop_reason=StopReason.EOS if ended[row] else StopReason.LENGTH,
+            )
+        )
+    return replies

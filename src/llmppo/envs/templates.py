@@ -1,0 +1,194 @@
+"""Token-exact framing: how environment texts become ids around replies that are never encoded again.
+
+The first prompt is rendered once. After a reply, only the *feedback frame* is encoded: what the chat
+template puts between the reply's last character and the next generation prompt, with the observation in
+it. So the ids of a transcript are: prompt, sampled ids, frame, sampled ids, ... and BOS and the system
+prompt stand once, at the start. Earlier replies stay as sampled, also where a template would rewrite them.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+from llmppo.envs.protocol import Message
+from llmppo.errors import TemplateError
+
+# Texts that no template and no environment contains, free of white space that a template could trim.
+_USER, _REPLY, _FEEDBACK = "@@first-user-text@@", "@@assistant-reply-text@@", "@@feedback-text@@"
+
+
+class Framer(Protocol):
+    """Turns the texts of one episode into token ids."""
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Ids of the first prompt, up to and including the generation prompt."""
+        ...
+
+    def feedback(self, observation: str, end_token: int | None) -> tuple[int, ...]:
+        """Ids from the end of a reply to the next generation prompt.
+
+        `end_token` is the end token that the reply sampled last, None if the reply was cut: then the frame's
+        own terminator is part of the ids, else it isn't repeated.
+        """
+        ...
+
+    def check_feedback(self) -> None:
+        """Raise TemplateError if a second turn can't be framed."""
+        ...
+
+
+class PlainFramer:
+    """No template: texts are concatenated as they are; BOS comes from the tokenizer, once."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.feedback = lru_cache(maxsize=4096)(self._feedback)
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode("\n".join(message["content"] for message in messages)))
+
+    def _feedback(self, observation: str, end_token: int | None) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(observation, add_special_tokens=False))
+
+    def check_feedback(self) -> None:
+        """Any text can follow a reply."""
+
+
+class ChatFramer:
+    """Frames by the tokenizer's chat template.
+
+    `strict` refuses a template whose rendering of a finished turn doesn't begin with the prompt and the
+    reply as the model saw them. Without it the frame is whatever follows the reply in the rendering.
+    """
+
+    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any], strict: bool) -> None:
+        if not tokenizer.chat_template:
+            raise TemplateError(
+                "the tokenizer has no chat template; set env.apply_chat_template: false, or add a chat_template to the model's tokenizer"
+            )
+        self._tokenizer, self._template_kwargs, self._strict = tokenizer, dict(template_kwargs), strict
+        self._checked = False
+        self._prompt = lru_cache(maxsize=4096)(self._encode_prompt)
+        self.feedback = lru_cache(maxsize=4096)(self._feedback)
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return self._prompt(tuple((message["role"], message["content"]) for message in messages))
+
+    def _encode_prompt(self, messages: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
+        return self._encode(self._render([{"role": role, "content": content} for role, content in messages]))
+
+    def _feedback(self, observation: str, end_token: int | None) -> tuple[int, ...]:
+        self.check_feedback()
+        rendered = self._render(_exchange(observation))
+        # The observation comes after the reply, so the first occurrence is the reply's own.
+        ids = self._encode(rendered[rendered.index(_REPLY) + len(_REPLY) :])
+        if end_token in ids:
+            terminator = ids.index(end_token)
+            if not self._tokenizer.decode(ids[:terminator]).strip():
+                return ids[terminator + 1 :]
+        return ids
+
+    def check_feedback(self) -> None:
+        if self._checked:
+            return
+        prompt, rendered = self._render(_exchange(None)), self._render(_exchange(_FEEDBACK))
+        fault = None
+        if rendered.count(_REPLY) != 1 or rendered.count(_FEEDBACK) != 1:
+            fault = "it repeats or drops a message"
+        elif rendered.index(_FEEDBACK) < rendered.index(_REPLY):
+            fault = "it puts the observation before the reply"
+        if fault is None and self._strict and not rendered.startswith(prompt + _REPLY):
+            raise TemplateError(
+                "the chat template renders a finished turn differently from the prompt that the reply was sampled after:\n"
+                f"  sampled after:       {prompt!r}\n"
+                f"  rendered afterwards: {rendered[: len(prompt) + len(_REPLY)]!r}\n"
+                "Change env.chat_template_kwargs so that they agree, or set env.strict_chat_template_boundary: false "
+                "to keep the text that was sampled after and take only the following frame from the template"
+            )
+        if fault is not None:
+            raise TemplateError(
+                f"the chat template can't frame a second turn: {fault} when it renders user, assistant, user. "
+                "Use env.max_turns: 1, env.apply_chat_template: false, or a tokenizer with a plain multi-turn template"
+            )
+        self._checked = True
+
+    def _render(self, messages: list[Message]) -> str:
+        from jinja2 import TemplateError as JinjaError
+
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **self._template_kwargs
+            )
+        except JinjaError as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise TemplateError(
+                f"the chat template refuses messages with the roles {roles}: {error}. "
+                "If it knows no system role, drop env.system_prompt and put the text into the environment's first message"
+            ) from error
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        # The template writes BOS itself, so the tokenizer must not add one.
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _exchange(observation: str | None) -> list[Message]:
+    """A first user message, with an observation also a reply and the observation as feedback."""
+    messages = [{"role": "user", "content": _USER}]
+    if observation is not None:
+        messages += [{"role": "assistant", "content": _REPLY}, {"role": "user", "content": observation}]
+    return messages
+
+
+def make_framer(
+    tokenizer: Any,
+    *,
+    apply_chat_template: bool = True,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    strict: bool = True,
+) -> Framer:
+    """The framer of these settings; equal calls share one, and with it the encoded frames."""
+    if not apply_chat_template:
+        return _shared_plain(tokenizer)
+    return _shared_chat(
+        tokenizer,
+        tokenizer.chat_template,
+        json.dumps(dict(chat_template_kwargs or {}), sort_keys=True),
+        strict,
+    )
+
+
+@lru_cache(maxsize=8)
+def _shared_plain(tokenizer: Any) -> PlainFramer:
+    return PlainFramer(tokenizer)
+
+
+@lru_cache(maxsize=8)
+def _shared_chat(tokenizer: Any, chat_template: str | None, template_kwargs: str, strict: bool) -> ChatFramer:
+    return ChatFramer(tokenizer, json.loads(template_kwargs), strict)
+
+
+def end_token_ids(
+    tokenizer: Any, generation_config: Any = None, chat_template_kwargs: Mapping[str, Any] | None = None
+) -> set[int]:
+    """Ids that end a reply: the tokenizer's and the generation config's, and the template's turn terminator.
+
+    The terminator counts when it is one special token (`<|im_end|>`, `<|eot_id|>`, `<end_of_turn>`), which
+    need not be the tokenizer's EOS.
+    """
+    configured = getattr(generation_config, "eos_token_id", None)
+    named = [tokenizer.eos_token_id, *(configured if isinstance(configured, (list, tuple)) else [configured])]
+    ids: set[int] = {token for token in named if token is not None}
+    if tokenizer.chat_template:
+        framer = make_framer(tokenizer, chat_template_kwargs=chat_template_kwargs, strict=False)
+        try:
+            terminator = framer.feedback("", None)[:1]
+        except TemplateError:  # a template for one turn only: replies end as tokenizer and config say
+            terminator = ()
+        special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        ids |= special & set(terminator)
+    if not ids:
+        raise TemplateError(
+            "no end token: neither tokenizer nor generation config has an eos_token, and the chat template has no special terminator; set the tokenizer's eos_token"
+        )
+    return ids

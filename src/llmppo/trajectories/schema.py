@@ -1,0 +1,111 @@
+"""The Arrow schemas of trajectory files, and how tables of them become files.
+
+Lists of one row are of equal length within their axis: T tokens (`TOKEN_LISTS`) or K turns (`TURN_LISTS`), so
+`UNNEST` and `explode` give the token and turn tables. Only numbers that a token need not have are nullable.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from llmppo.errors import ArtefactError
+from llmppo.files import atomic_path, canonical_json
+
+SCHEMA_VERSION = 1
+
+TOKEN_LISTS: dict[str, pa.DataType] = {
+    "token_ids": pa.int32(),
+    "action_mask": pa.bool_(),
+    "turn_ids": pa.int16(),
+    "sampling_logprobs": pa.float32(),
+}
+TURN_LISTS: dict[str, pa.DataType] = {
+    "turn_starts": pa.int32(),
+    "turn_ends": pa.int32(),
+    "turn_rewards": pa.float32(),
+    "stop_reasons": pa.string(),
+    "invalid": pa.bool_(),
+    "observations": pa.string(),
+    "actions": pa.string(),
+}
+SCALARS: dict[str, pa.DataType] = {
+    "episode_id": pa.string(),
+    "split": pa.string(),
+    "iteration": pa.int32(),
+    "episode_index": pa.int32(),
+    "seed": pa.int64(),
+    "task_id": pa.string(),
+    "return": pa.float32(),
+    "success": pa.bool_(),
+    "terminated": pa.bool_(),
+    "truncated": pa.bool_(),
+    "num_turns": pa.int32(),
+    "num_action_tokens": pa.int32(),
+    "info": pa.string(),
+}
+UPDATE_LISTS = ("old_logprobs", "ref_logprobs", "values", "advantages", "returns")
+
+
+def _list_of(name: str, kind: pa.DataType) -> pa.Field:
+    nullable = name == "sampling_logprobs" or name in UPDATE_LISTS
+    return pa.field(name, pa.list_(pa.field("element", kind, nullable=nullable)), nullable=False)
+
+
+EPISODE_SCHEMA = pa.schema(
+    [pa.field(name, kind, nullable=False) for name, kind in SCALARS.items()]
+    + [_list_of(name, kind) for name, kind in (TOKEN_LISTS | TURN_LISTS).items()]
+)
+UPDATE_SCHEMA = pa.schema(
+    [pa.field("episode_id", pa.string(), nullable=False)]
+    + [_list_of(name, pa.float32()) for name in UPDATE_LISTS]
+)
+
+
+def list_column(values: Any, kind: pa.DataType, lengths: Sequence[int]) -> pa.ListArray:
+    """Flat values cut into lists; NaN becomes null, since NaN here means that there is no number."""
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int32))
+    return pa.ListArray.from_arrays(offsets, pa.array(values, kind, from_pandas=True))
+
+
+def list_values(column: pa.ChunkedArray, *, as_numpy: bool) -> list[Any]:
+    """A list column as one numpy array a row (null as NaN), or as one Python list a row."""
+    rows = []
+    for chunk in column.chunks:
+        flat = chunk.values.to_numpy(zero_copy_only=False) if as_numpy else chunk.values.to_pylist()
+        rows += [flat[start:end] for start, end in pairwise(chunk.offsets.to_numpy())]
+    return rows
+
+
+def open_parquet(path: str | Path) -> pq.ParquetFile:
+    """Raises ArtefactError for a file that is absent or not Parquet."""
+    try:
+        return pq.ParquetFile(path)
+    except FileNotFoundError:
+        raise ArtefactError(f"{path} does not exist; run the stage that writes it first") from None
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ArtefactError(
+            f"{path} is not a readable Parquet file ({error}); delete it and run the same command"
+        ) from error
+
+
+def write_parquet(
+    path: str | Path,
+    kind: str,
+    schema: pa.Schema,
+    columns: Mapping[str, pa.Array],
+    metadata: Mapping[str, Any],
+) -> None:
+    """Write columns atomically; `kind`, the version and `metadata` (as JSON) become file metadata."""
+    facts = {
+        "llmppo.schema": kind,
+        "llmppo.schema_version": str(SCHEMA_VERSION),
+        "llmppo.metadata": canonical_json(dict(metadata)),
+    }
+    arrays = [columns[field.name].cast(field.type) for field in schema]
+    with atomic_path(path) as temporary:
+        pq.write_table(pa.table(arrays, schema=schema.with_metadata(facts)), temporary, compression="zstd")
