@@ -42,7 +42,9 @@ def tiny_tokenizer(
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special_tokens])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special_tokens]
+    )
     if add_bos:
         assert bos_token is not None, "add_bos needs bos_token"
         backend.post_processor = processors.TemplateProcessing(

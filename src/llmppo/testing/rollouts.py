@@ -39,7 +39,9 @@ class ScriptedEngine:
     and a reply that doesn't end with one of `end_token_ids` counts as cut too.
     """
 
-    def __init__(self, reply: Callable[[GenerationRequest], Sequence[int]], end_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, reply: Callable[[GenerationRequest], Sequence[int]], end_token_ids: Sequence[int]
+    ) -> None:
         self.reply, self.end_token_ids, self.decode_steps = reply, frozenset(end_token_ids), 0
         self.requests: list[GenerationRequest] = []
 
