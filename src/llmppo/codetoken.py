@@ -10,10 +10,8 @@ import ast
 import hashlib
 import re
 import sys
-import sysconfig
 from collections.abc import Iterator
 from functools import cache
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -21,33 +19,36 @@ from llmppo.files import digest
 
 PACKAGE = "llmppo"
 CALLABLE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
-_INSTALLED = {
-    str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")
-}
+INSTALLED = ("site-packages", "dist-packages")
 
 
 @cache
-def _spec(name: str) -> ModuleSpec | None:
-    """Find a module without importing it or its parents; the working directory is searched last."""
-    parent, _, _ = name.rpartition(".")
-    if parent:
-        above = _spec(parent)
-        locations = above.submodule_search_locations if above else None
-        return PathFinder.find_spec(name, list(locations)) if locations else None
-    return PathFinder.find_spec(name, [*sys.path, str(Path.cwd())])
+def _find(name: str) -> tuple[Path | None, tuple[Path, ...]]:
+    """Source file of a module, and the folders of its submodules, without importing it or its parents.
+
+    Looks where Python would: along sys.path, the working directory last.
+    """
+    parent, _, leaf = name.rpartition(".")
+    folders = _find(parent)[1] if parent else tuple(Path(entry or ".") for entry in (*sys.path, "."))
+    namespace = []
+    for folder in folders:
+        package = folder / leaf
+        if (package / "__init__.py").is_file():
+            return package / "__init__.py", (package,)
+        if (folder / f"{leaf}.py").is_file():
+            return folder / f"{leaf}.py", ()
+        if package.is_dir():
+            namespace.append(package)
+    return None, tuple(namespace)
 
 
-@cache
 def _source(name: str) -> Path | None:
     """The source file of a module that belongs to the project or to the user, else None."""
     root = name.partition(".")[0]
     if root in sys.stdlib_module_names:
         return None
-    spec = _spec(name)
-    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
-        return None
-    path = Path(spec.origin).resolve()
-    installed = any(str(parent) in _INSTALLED for parent in path.parents)
+    path = _find(name)[0]
+    installed = path is not None and any(part in INSTALLED for part in path.resolve().parts)
     return path if root == PACKAGE or not installed else None
 
 

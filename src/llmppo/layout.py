@@ -41,8 +41,9 @@ class Layout:
         return f"{self.root}/report/summary.csv"
 
     @property
-    def figures(self) -> str:
-        return f"{self.root}/report/figures"
+    def figure(self) -> str:
+        """The learning curve; the report's other figures lie beside it."""
+        return f"{self.root}/report/figures/learning_curve.png"
 
     # Shared by every variant, seed and experiment that agrees on what they depend on.
 

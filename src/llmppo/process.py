@@ -36,17 +36,17 @@ def prefer_own_commands() -> None:
     os.environ["PATH"] = os.pathsep.join([here, os.environ.get("PATH", os.defpath)])
 
 
-def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Let the kernel kill this process when its parent ends, so that a killed run leaves nothing behind.
+def die_with_parent(parent: int | None = None) -> None:
+    """Let the kernel kill this process when `parent` (by default the current one) ends.
 
-    Linux only; elsewhere a stage finishes on its own.
+    So a killed run leaves nothing behind that would go on writing. Linux only; elsewhere a stage finishes.
     """
     if not sys.platform.startswith("linux"):
         return
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the kernel knew our wish
-        os.kill(os.getpid(), number)
+    parent = parent or os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the kernel knew our wish
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def redirect_output(log: Path) -> TextIO:

@@ -13,7 +13,7 @@ rule base_model:
     benchmark:
         LAYOUT.shared_benchmark("base_model", "{key}")
     conda:
-        "llmppo"
+        "../envs/llmppo.yaml"
     threads: PLAN.resources("base_model").threads
     resources:
         mem_mb=PLAN.resources("base_model").mem_mb,

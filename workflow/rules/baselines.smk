@@ -11,7 +11,7 @@ rule baselines:
     benchmark:
         LAYOUT.shared_benchmark("baselines", "{key}")
     conda:
-        "llmppo"
+        "../envs/llmppo.yaml"
     threads: PLAN.resources("baselines").threads
     resources:
         mem_mb=PLAN.resources("baselines").mem_mb,

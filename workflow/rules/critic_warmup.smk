@@ -13,7 +13,7 @@ rule critic_warmup:
     benchmark:
         LAYOUT.benchmark("critic_warmup", "{variant}", "{seed}", "critic_warmup")
     conda:
-        "llmppo"
+        "../envs/llmppo.yaml"
     threads: PLAN.resources("critic_warmup").threads
     resources:
         mem_mb=PLAN.resources("critic_warmup").mem_mb,

@@ -13,7 +13,7 @@ rule dataset:
     benchmark:
         LAYOUT.shared_benchmark("dataset", "{key}")
     conda:
-        "llmppo"
+        "../envs/llmppo.yaml"
     threads: PLAN.resources("dataset").threads
     resources:
         mem_mb=PLAN.resources("dataset").mem_mb,

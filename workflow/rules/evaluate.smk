@@ -19,7 +19,7 @@ rule evaluate:
     benchmark:
         LAYOUT.benchmark("evaluate", "{variant}", "{seed}", "{iteration}")
     conda:
-        "llmppo"
+        "../envs/llmppo.yaml"
     threads: PLAN.resources("evaluate").threads
     resources:
         mem_mb=PLAN.resources("evaluate").mem_mb,

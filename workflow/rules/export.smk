@@ -9,7 +9,7 @@ rule variant_config:
     benchmark:
         LAYOUT.benchmark("variant_config", "{variant}", "{seed}", "variant_config")
     conda:
-        "llmppo"
+        "../envs/llmppo.yaml"
     threads: 1
     resources:
         mem_mb=500,
@@ -33,7 +33,7 @@ rule export:
     benchmark:
         LAYOUT.benchmark("export", "{variant}", "{seed}", "export")
     conda:
-        "llmppo"
+        "../envs/llmppo.yaml"
     threads: PLAN.resources("export").threads
     resources:
         mem_mb=PLAN.resources("export").mem_mb,

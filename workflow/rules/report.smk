@@ -13,6 +13,12 @@ rule report:
             category="Experiment",
             labels={"experiment": PLAN.experiment.name, "content": "report"},
         ),
+        figure=report(
+            LAYOUT.figure,
+            caption="../report/learning_curve.rst",
+            category="Experiment",
+            labels={"experiment": PLAN.experiment.name, "content": "learning curve"},
+        ),
         table=report(
             LAYOUT.summary_table,
             caption="../report/summary.rst",
@@ -24,7 +30,7 @@ rule report:
     benchmark:
         f"{LAYOUT.root}/benchmarks/report.tsv"
     conda:
-        "llmppo"
+        "../envs/llmppo.yaml"
     threads: PLAN.resources("report").threads
     resources:
         mem_mb=PLAN.resources("report").mem_mb,

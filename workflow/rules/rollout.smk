@@ -14,7 +14,7 @@ rule rollout:
     benchmark:
         LAYOUT.benchmark("rollout", "{variant}", "{seed}", "{iteration}-{shard}")
     conda:
-        "llmppo"
+        "../envs/llmppo.yaml"
     threads: PLAN.resources("rollout").threads
     resources:
         mem_mb=PLAN.resources("rollout").mem_mb,
@@ -45,7 +45,7 @@ rule warmup_rollout:
     benchmark:
         LAYOUT.shared_benchmark("warmup_rollout", "{key}-{step}-{shard}")
     conda:
-        "llmppo"
+        "../envs/llmppo.yaml"
     threads: PLAN.resources("rollout").threads
     resources:
         mem_mb=PLAN.resources("rollout").mem_mb,

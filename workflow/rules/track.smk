@@ -9,7 +9,7 @@ rule mlflow_init:
     benchmark:
         LAYOUT.shared_benchmark("mlflow_init", "{key}")
     conda:
-        "llmppo"
+        "../envs/llmppo.yaml"
     threads: 1
     resources:
         mem_mb=1000,
@@ -38,7 +38,7 @@ rule track:
     benchmark:
         LAYOUT.benchmark("track", "{variant}", "{seed}", "track")
     conda:
-        "llmppo"
+        "../envs/llmppo.yaml"
     threads: PLAN.resources("track").threads
     resources:
         mem_mb=PLAN.resources("track").mem_mb,

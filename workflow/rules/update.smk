@@ -23,7 +23,7 @@ rule update:
     wildcard_constraints:
         iteration=r"(?!0000)\d\d\d\d+",
     conda:
-        "llmppo"
+        "../envs/llmppo.yaml"
     threads: PLAN.resources("update").threads
     resources:
         mem_mb=PLAN.resources("update").mem_mb,

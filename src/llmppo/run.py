@@ -1,0 +1,244 @@
+"""`llmppo run`: a lock on the results folder, Snakemake as a child, progress, and what to look at next.
+
+After any kind of death the same command goes on: the kernel drops the lock and kills the stages, and
+Snakemake redoes only what is incomplete.
+"""
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from llmppo.config import merge, parse_experiment, read_values
+from llmppo.errors import ConfigError, LlmppoError
+from llmppo.files import write_text
+from llmppo.plan import Plan
+from llmppo.process import die_with_parent, prefer_own_commands
+from llmppo.progress import Progress, display
+from llmppo.snakelog import SnakemakeLog
+
+REFUSED = 73  # sysexits' EX_CANTCREAT: another run holds the results
+POLL_S = 0.5
+TAIL_LINES = 30
+DRY_RUN = ("-n", "--dry-run", "--dryrun")
+PROFILE = Path("profiles/default/profile.yaml")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def change(values: Any, setting: str) -> Any:
+    """Config values with one `key.path=value` applied; the value is YAML. Raises ConfigError."""
+    key, separator, text = setting.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"--set {setting}: expected KEY=VALUE, such as ppo.clip_coef=0.1")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {setting}: {text!r} is not a YAML value: {error}") from None
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return merge(values, value) if isinstance(values, dict) else value
+
+
+def configure(config: Path, results: Path | None, changes: Sequence[str]) -> tuple[dict[str, Any], Plan]:
+    """The config's values with all changes, and its validated plan. Raises ConfigError."""
+    values = read_values(config)
+    for setting in changes:
+        values = change(values, setting)
+    if results is not None:
+        values = {**values, "results": str(results)}
+    return values, Plan(parse_experiment(values, str(config)))
+
+
+def find_snakefile() -> Path:
+    """The Snakefile of the working directory, else that of the checkout this package runs from."""
+    for folder in (Path(), Path(__file__).resolve().parents[2]):
+        if (folder / "Snakefile").is_file():
+            return folder / "Snakefile"
+    raise LlmppoError("there is no Snakefile here; run this in a clone of the repository")
+
+
+@contextmanager
+def hold(path: Path) -> Iterator[int | None]:
+    """Hold the kernel's lock on a results folder: its descriptor, or None where another run has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield None
+            return
+        lock.truncate(0)
+        lock.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}))
+        lock.flush()
+        yield lock.fileno()
+
+
+def holder(path: Path) -> str:
+    """Who holds a lock, in words."""
+    try:
+        owner = json.loads(path.read_text(encoding="utf-8"))
+        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(owner["since"]))
+        return f"process {owner['pid']} on {owner['host']}, since {since}"
+    except (ValueError, KeyError, TypeError):
+        return "a run that is just starting"
+
+
+def profile_arguments(snakefile: Path) -> list[str]:
+    """The default profile as command-line arguments, without its logger: the log is read by a program."""
+    path = snakefile.parent / PROFILE
+    arguments = ["--workflow-profile", "none"]
+    for name, value in yaml.safe_load(path.read_text(encoding="utf-8")).items():
+        if isinstance(value, dict):
+            arguments += [f"--{name}", *(f"{key}={amount}" for key, amount in value.items())]
+        elif value is True:
+            arguments.append(f"--{name}")
+        elif value is not False and name != "logger":
+            arguments += [f"--{name}", str(value)]
+    return arguments
+
+
+def follow(command: list[str], plan: Plan, log: Path, lock: int) -> tuple[int, SnakemakeLog]:
+    """Run Snakemake to its end, showing progress and passing signals on; its exit status and its log.
+
+    After a signal the status is 128 + its number, whatever Snakemake made of it.
+    """
+    reader = SnakemakeLog(log)
+    progress = Progress(plan, reader)
+    received: list[int] = []
+    with open(log, "wb") as output:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            # A group of its own, so that a Ctrl-C reaches Snakemake once and from here. It keeps the
+            # lock's descriptor: the lock lasts as long as anything may still write.
+            start_new_session=True,
+            pass_fds=[lock],
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        )
+
+    def pass_on(number: int, frame: object) -> None:
+        received.append(number)
+        if number == signal.SIGTERM:
+            _say("\nfinishing the stages at work, then stopping; the same command goes on from here")
+            child.send_signal(number)
+        else:
+            _say("\nstopping; the same command goes on from here")
+            os.killpg(child.pid, signal.SIGINT)
+
+    signals = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+    previous = {number: signal.signal(number, pass_on) for number in signals}
+    try:
+        with display(progress) as shown:
+            while True:
+                try:
+                    status = child.wait(timeout=POLL_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    shown.update()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if status and received:
+        status = -received[0]
+        reader.failed.clear()  # stopped, not failed
+    return (status if status >= 0 else 128 - status), reader
+
+
+def explain_failure(reader: SnakemakeLog) -> None:
+    """The failed rules and the ends of their logs; without a failed rule the end of Snakemake's own."""
+    for job in reader.failed:
+        _say(f"\nfailed: {job}")
+        if job.log is not None and job.log.is_file():
+            _say(tail(job.log))
+            _say(f"whole log: {job.log}")
+    if not reader.failed:
+        _say(tail(reader.path))
+    _say(f"Snakemake's log: {reader.path}")
+
+
+def tail(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join(f"  {line}" for line in lines[-TAIL_LINES:])
+
+
+def closing_words(plan: Plan) -> str:
+    """Where the results are and how to look at them."""
+    layout = plan.layout
+    lines = [f"report    {layout.report}", f"figure    {layout.figure}"]
+    lines += [f"export    {layout.export(*chain)}" for chain in plan.chains]
+    if plan.experiment.tracking.mlflow:
+        lines.append(f"tracker   mlflow ui --backend-store-uri {plan.tracking_uri}")
+    return "\n".join(lines)
+
+
+def run_experiment(
+    config: Path, results: Path | None, cores: str, changes: Sequence[str], snakemake_args: Sequence[str]
+) -> int:
+    """Run an experiment to its end; returns the exit status."""
+    values, plan = configure(config, results, changes)
+    snakefile = find_snakefile()
+    command = [sys.executable, "-m", "snakemake", "--snakefile", str(snakefile), "--cores", cores]
+    folder = Path(plan.layout.root) / "logs"
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    copy = folder / f"snakemake-{stamp}.yaml"
+    if any(argument in DRY_RUN for argument in snakemake_args):
+        write_text(copy, yaml.safe_dump(values, sort_keys=False))
+        return subprocess.call([*command, "--nolock", "--configfile", str(copy), *snakemake_args])
+    with hold(Path(plan.layout.lock)) as lock:
+        if lock is None:
+            _say(
+                f"llmppo run: {plan.experiment.results} is in use by {holder(Path(plan.layout.lock))}; "
+                "wait for it, stop it, or choose another folder with --results"
+            )
+            return REFUSED
+        write_text(copy, yaml.safe_dump(values, sort_keys=False))
+        log = copy.with_suffix(".log")
+        _say(f"{plan.summary()}\nSnakemake's log: {log}")
+        status, reader = follow(
+            [
+                *command, "--nolock", "--configfile", str(copy), *profile_arguments(snakefile), *snakemake_args,
+            ],
+            plan, log, lock,
+        )  # fmt: skip
+        if status > 128 and not reader.failed:
+            _say(f"stopped. Snakemake's log: {log}")
+        elif status:
+            explain_failure(reader)
+        else:
+            click.echo(closing_words(plan))
+        return status
+
+
+def serve_tracker(config: Path, results: Path | None, host: str, port: int) -> None:
+    """Replace this process by the MLflow server on the results. Raises LlmppoError."""
+    _, plan = configure(config, results, ())
+    if plan.experiment.tracking.uri is None and not Path(plan.layout.mlflow_database).is_file():
+        raise LlmppoError(f"{plan.layout.mlflow_database} does not exist; `llmppo run` writes it")
+    if not plan.tracking_uri.startswith("sqlite:"):
+        raise LlmppoError(f"the tracker of this config is a server of its own: {plan.tracking_uri}")
+    prefer_own_commands()
+    _say(f"MLflow UI on http://{host}:{port} (Ctrl-C ends it)")
+    os.execv(
+        sys.executable,
+        [
+            sys.executable, "-m", "mlflow", "server", "--backend-store-uri", plan.tracking_uri,
+            "--host", host, "--port", str(port),
+        ],
+    )  # fmt: skip
