@@ -40,8 +40,21 @@ def collect_batch(
         specs = [
             EpisodeSpec(seed=agent.seed, split=split, iteration=iteration, index=index) for index in indices
         ]
-        episodes += collect_episodes(env_factory, agent.engine, specs, batch_size=agent.config.batch_size)
+        episodes += collect_episodes(
+            lambda: agent_harness(agent, env_factory), agent.engine, specs, batch_size=agent.config.batch_size
+        )
     return sorted(episodes, key=lambda episode: episode.spec.episode_id)
+
+
+def agent_harness(agent: LLMPPO, env_factory: Callable[[], RolloutHarness]) -> RolloutHarness:
+    """A harness bounded by the agent's limits too; the agent scores what it samples, so both hold."""
+    harness = env_factory()
+    limits = [
+        limit for limit in (harness.max_output_tokens, agent.sampling.max_output_tokens) if limit is not None
+    ]
+    harness.max_output_tokens = min(limits, default=None)
+    harness.max_model_len = min(harness.max_model_len, agent.sampling.max_model_len)
+    return harness
 
 
 def next_iteration(agent: LLMPPO) -> tuple[str, int]:
@@ -100,7 +113,7 @@ def train_llm_rollout(
                 f"agent {agent.index} was made for max_turns={agent.max_turns}, the run has max_turns={max_turns}"
             )
         agent.max_turns = max_turns
-    test_harness = env_factory() if evaluation_interval else None
+    test_harness = agent_harness(pop[0], env_factory) if evaluation_interval else None
     active = list(pop)
     while active:
         for agent in list(active):
