@@ -37,6 +37,10 @@ class Chain:
     stopped_at: int | None = None  # iteration of the last real policy of a chain that `stop_at` ended
 
     @property
+    def key(self) -> tuple[str, int]:
+        return self.variant, self.seed
+
+    @property
     def last_iteration(self) -> int:
         return self.updates[-1].iteration if self.updates else 0
 
@@ -48,12 +52,7 @@ class Chain:
     def series(self, metric: str) -> dict[int, float]:
         """Iteration to value, of an `eval/` metric from the evaluations, else from the updates."""
         records = self.evaluations if metric.startswith("eval/") else self.updates
-        values = {r.iteration: r.metrics[metric] for r in records if metric in r.metrics}
-        if metric.startswith("eval/") and values and self.stopped_at is not None:
-            # The policies after a stop are the last real one, so its evaluation holds for them too.
-            known = values[max(values)]
-            values |= {r.iteration: known for r in records if r.iteration > max(values)}
-        return values
+        return {r.iteration: r.metrics[metric] for r in records if metric in r.metrics}
 
     def episodes(self, batch_size: int) -> dict[int, int]:
         """Iteration to training episodes so far; `batch_size` stands in for a missing count."""

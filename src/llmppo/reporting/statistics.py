@@ -48,11 +48,13 @@ def wilson_interval(rate: float, n: int) -> Estimate:
     return Estimate(rate, max(0.0, centre - half), min(1.0, centre + half), n, "episodes")
 
 
-def split_rise(before: tuple[float, float], after: tuple[float, float]) -> tuple[float, float]:
-    """How much of a rise in success is format: (by more valid answers, by better valid answers).
+def split_rise(before: tuple[float, float, float], after: tuple[float, float, float]) -> tuple[float, float]:
+    """How much of a rise in success is format: (by more valid answers, by better answers).
 
-    Each argument is (share of valid answers v, success among them s). Success is v * s, and the rise
-    splits without rest into Δv * mean(s) + Δs * mean(v) (Kitagawa 1955).
+    Each argument is (share of valid answers v, success among them s, success among the others u). Success is
+    v * s + (1 - v) * u, and its change splits without rest into Δv * (mean s - mean u) and
+    Δs * mean v + Δu * (1 - mean v) (Kitagawa 1955).
     """
-    (v0, s0), (v1, s1) = before, after
-    return (v1 - v0) * (s0 + s1) / 2, (s1 - s0) * (v0 + v1) / 2
+    (v0, s0, u0), (v1, s1, u1) = before, after
+    share = (v0 + v1) / 2
+    return (v1 - v0) * ((s0 + s1) - (u0 + u1)) / 2, (s1 - s0) * share + (u1 - u0) * (1 - share)

@@ -1,0 +1,222 @@
+"""Assembles the report: figures, tables and texts, rendered into one self-contained HTML page.
+
+Text that comes from a run (names, observations, replies) is escaped by the template; the page loads nothing
+from anywhere and has no script.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+
+from llmppo.config import ExperimentConfig
+from llmppo.reporting import figures, theme
+from llmppo.reporting.checks import run_checks
+from llmppo.reporting.formats import format_sections
+from llmppo.reporting.panels import draw_panels
+from llmppo.reporting.results import Chain
+from llmppo.reporting.statistics import Estimate
+from llmppo.reporting.summary import SUCCESS, VariantSummary, settled
+from llmppo.reporting.templating import render
+from llmppo.reporting.timing import stage_minutes, stage_times, update_phases
+from llmppo.reporting.transcripts import pairs_of
+
+
+@dataclass(frozen=True)
+class Baselines:
+    """Floors and bounds of the environment, and what to know about it."""
+
+    references: Mapping[str, float]
+    measured: Mapping[str, Mapping[str, Any]]
+    notes: Sequence[str]
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:.{digits}f}".replace("-", "−")
+
+
+def signed(value: float | None) -> str:
+    return "–" if value is None else f"{value:+.2f}".replace("-", "−")
+
+
+def interval(estimate: Estimate | None) -> str:
+    if estimate is None or estimate.low is None or estimate.high is None:
+        return "–"
+    return f"{estimate.low:.2f} to {estimate.high:.2f}".replace("-", "−")
+
+
+def interval_kind(estimate: Estimate | None) -> str:
+    """What the interval of an estimate is over."""
+    if estimate is None or estimate.kind == "none":
+        return "no interval"
+    if estimate.kind == "seeds":
+        return f"95% interval over {estimate.n} seeds"
+    return f"95% interval over {estimate.n} episodes of one seed"
+
+
+def base_model_text(section: Any) -> str:
+    """One line about the base model of a config."""
+    if section.kind == "tiny":
+        return f"a tiny Qwen2 model ({section.layers} layers of width {section.hidden_size}) built by this workflow"
+    if section.kind == "gguf":
+        return f"the GGUF model of {section.package or section.file}"
+    return str(section.path)
+
+
+def unfinished(config: ExperimentConfig, variants: Sequence[VariantSummary]) -> list[str]:
+    """Sentences about chains that have not run to their end."""
+    sentences = []
+    for variant in variants:
+        used = set(settled(variant.chains, SUCCESS))
+        for chain in variant.chains:
+            if chain.stopped_at is not None or chain.last_iteration >= config.iterations:
+                continue
+            name = f"{variant.name}, seed {chain.seed}" if len(variants) > 1 else f"Seed {chain.seed}"
+            state = f"has reached iteration {chain.last_iteration} of {config.iterations}"
+            left_out = " and is left out of the means" if used and chain.key not in used else ""
+            if not chain.updates and not chain.evaluations:
+                state, left_out = "has not begun", ""
+            sentences.append(f"{name} {state}{left_out}.")
+    return sentences
+
+
+def warmups(variants: Sequence[VariantSummary]) -> list[tuple[str, float, float]]:
+    """(variant, explained variance before the critic's warm-up, after it), means over seeds."""
+    names = ("warmup/explained_variance_before", "warmup/explained_variance_after")
+    found = []
+    for variant in variants:
+        metrics = [chain.warmup.metrics for chain in variant.chains if chain.warmup]
+        metrics = [values for values in metrics if all(name in values for name in names)]
+        if metrics:
+            before, after = (fmean(values[name] for values in metrics) for name in names)
+            found.append((variant.name, before, after))
+    return found
+
+
+def episode_axis(
+    config: ExperimentConfig, chains: Sequence[Chain]
+) -> tuple[dict[tuple[str, int], dict[int, int]], dict[int, int] | None]:
+    """(chain to iteration to episodes, and that mapping once where all chains agree)."""
+    counts = {chain.key: chain.episodes(config.ppo.batch_size) for chain in chains if chain.updates}
+    shared: dict[int, int] = {}
+    for episodes in counts.values():
+        for iteration, count in episodes.items():
+            if shared.setdefault(iteration, count) != count:
+                return counts, None
+    return counts, shared or None
+
+
+def files_of(chain: Chain, results: Path, report: Path) -> list[tuple[str, str]]:
+    """(label, link relative to the page) of what a chain left on disk."""
+    import os
+
+    candidates = [("exported model", chain.folder / "export"), ("config", chain.folder / "config.yaml")]
+    if chain.scored:
+        first, last = chain.scored[0].iteration, chain.scored[-1].iteration
+        for label, iteration in (("first evaluation", first), ("last evaluation", last)):
+            candidates.append((label, chain.folder / "evaluations" / f"{iteration:04d}"))
+    candidates += [
+        ("rollouts and advantages", chain.folder / "iterations"),
+        ("policies", chain.folder / "policy"),
+    ]
+    return [(label, os.path.relpath(path, report.parent)) for label, path in candidates if path.exists()]
+
+
+def shown_config(config: ExperimentConfig) -> str:
+    """The experiment as YAML, without the output root, which belongs to a machine."""
+    values = config.model_dump(mode="json", exclude={"results"})
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _curves(
+    config: ExperimentConfig,
+    variants: Sequence[VariantSummary],
+    baselines: Baselines,
+    folder: Path,
+    legend: Sequence[tuple[str, str]],
+) -> list[figures.FigureView]:
+    """The learning curve by iteration, and by episodes where chains differ in their episodes an iteration."""
+    if not any(variant.curve for variant in variants):
+        return []
+    counts, shared = episode_axis(config, [chain for variant in variants for chain in variant.chains])
+    draw = figures.learning_curve(variants, baselines.references, shared_episodes=shared)
+    title = f"{config.name}: evaluated success"
+    views = [figures.publish("learning_curve", title, "", draw, folder, shape="wide", legend=legend)]
+    if shared is None and counts:
+        draw = figures.learning_curve(variants, baselines.references, episodes=counts)
+        name, title = "learning_curve_episodes", f"{title} by training episodes"
+        views.append(figures.publish(name, title, "", draw, folder, shape="wide", legend=legend))
+    return views
+
+
+def _time_view(
+    minutes: Mapping[str, Mapping[str, float]], stages: Sequence[str], folder: Path
+) -> figures.FigureView:
+    legend = [(stage, theme.stage_colour(place)) for place, stage in enumerate(stages)]
+    height = 1.15 + 0.42 * len(minutes)
+    draw = figures.stage_bars(minutes, stages)
+    return figures.publish(
+        "time", "Time of a chain by stage", "", draw, folder, shape="wide", height=height, legend=legend
+    )
+
+
+def build_page(
+    config: ExperimentConfig,
+    variants: Sequence[VariantSummary],
+    baselines: Baselines,
+    *,
+    results: Path,
+    page: Path,
+    versions: Mapping[str, str],
+) -> str:
+    """Draw all figures to `figures/` beside `page` and return the HTML text."""
+    folder = page.parent / "figures"
+    chains = [chain for variant in variants for chain in variant.chains]
+    several = len(variants) > 1
+    legend = [(v.name, theme.series_colour(v.place)) for v in variants] if several else []
+    minutes = {v.name: stage_minutes([chain for chain in v.chains if chain.updates]) for v in variants}
+    minutes = {name: row for name, row in minutes.items() if row}
+    stages = list(dict.fromkeys(stage for row in minutes.values() for stage in row))
+    benchmarks = [results / "benchmarks", *(chain.folder / "benchmarks" for chain in chains)]
+    return render(
+        "report.html.j2",
+        config=config,
+        variants=variants,
+        several=several,
+        chains=chains,
+        baselines=baselines,
+        base_model=base_model_text(config.base_model),
+        unfinished=unfinished(config, variants),
+        curves=_curves(config, variants, baselines, folder, legend),
+        interval_note=interval_kind(next((v.end for v in variants if v.end), None)),
+        format_sections=format_sections(config, variants, baselines.references, folder),
+        checks=run_checks(chains),
+        groups=draw_panels(variants, folder, legend),
+        warmups=warmups(variants),
+        time_view=_time_view(minutes, stages, folder) if minutes else None,
+        time_stages=stages,
+        times=stage_times(chains, benchmarks),
+        phases=update_phases(chains),
+        transcripts=[(v, *_transcripts(v, config)) for v in variants],
+        files=[(chain, found) for chain in chains if (found := files_of(chain, results, page))],
+        config_yaml=shown_config(config),
+        versions=versions,
+        css_light=theme.css_variables(dark=False),
+        css_dark=theme.css_variables(dark=True),
+        number=number,
+        signed=signed,
+        interval=interval,
+        interval_kind=interval_kind,
+    )
+
+
+def _transcripts(variant: VariantSummary, config: ExperimentConfig) -> tuple[Chain | None, list[Any]]:
+    """The first seed that has pairs, and its pairs."""
+    for chain in variant.chains:
+        pairs = pairs_of(chain, config.evaluation.decoding[0], config.report.transcripts)
+        if pairs:
+            return chain, pairs
+    return None, []

@@ -1,0 +1,123 @@
+"""Where the time went: seconds that stages measured themselves, and Snakemake's benchmark files.
+
+A stage's own seconds leave out process start and imports; benchmark files hold the whole job.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llmppo.reporting.results import Chain
+
+OWN_SECONDS = {"rollout": "time/rollout_s", "update": "time/update_s", "evaluate": "time/evaluate_s"}
+LABELS = {"critic_warmup": "critic warm-up"}
+ORDER = (
+    "base_model",
+    "dataset",
+    "baselines",
+    "critic_warmup",
+    "rollout",
+    "update",
+    "evaluate",
+    "export",
+    "track",
+)
+
+
+@dataclass
+class StageTime:
+    """Jobs, seconds and peak memory of one stage over all chains."""
+
+    stage: str
+    own_seconds: list[float] = field(default_factory=list)
+    job_seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    memory_mb: list[float] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        return LABELS.get(self.stage, self.stage.replace("_", " "))
+
+
+def own_seconds(chain: Chain) -> dict[str, list[float]]:
+    """Stage to the seconds of each of its runs, from the metrics files."""
+    found: dict[str, list[float]] = {}
+    if chain.warmup is not None and "time/warmup_s" in chain.warmup.metrics:
+        found["critic_warmup"] = [chain.warmup.metrics["time/warmup_s"]]
+    for stage, metric in OWN_SECONDS.items():
+        records = chain.evaluations if stage == "evaluate" else chain.updates
+        values = [record.metrics[metric] for record in records if metric in record.metrics]
+        if values:
+            found[stage] = values
+    return found
+
+
+def stage_minutes(chains: Sequence[Chain]) -> dict[str, float]:
+    """Minutes of each stage in a whole chain, mean over the chains that ran it."""
+    totals: dict[str, list[float]] = {}
+    for chain in chains:
+        for stage, values in own_seconds(chain).items():
+            totals.setdefault(stage, []).append(sum(values))
+    return {LABELS.get(stage, stage): sum(found) / len(found) / 60 for stage, found in totals.items()}
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:  # Snakemake writes "NA" and "-" for jobs too short to be sampled
+        return None
+
+
+def read_benchmarks(folder: Path) -> list[tuple[str, dict[str, float]]]:
+    """(rule, columns) of every benchmark file below a `benchmarks` folder; the path names the rule."""
+    found = []
+    for path in sorted(folder.rglob("*")) if folder.is_dir() else []:
+        if not path.is_file():
+            continue
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        name = re.match(r"[A-Za-z_-]*[A-Za-z]", str(path.relative_to(folder).parts[0]))
+        if name is None or len(lines) < 2 or not lines[0].startswith("s\t"):
+            continue
+        header = lines[0].split("\t")
+        for line in lines[1:]:
+            row = {
+                key: value
+                for key, cell in zip(header, line.split("\t"), strict=False)
+                if (value := _number(cell)) is not None
+            }
+            found.append((name[0].replace("-", "_"), row))
+    return found
+
+
+def stage_times(chains: Sequence[Chain], benchmark_folders: Iterable[Path]) -> list[StageTime]:
+    """One entry a stage, in the order of the pipeline."""
+    stages: dict[str, StageTime] = {}
+
+    def stage(name: str) -> StageTime:
+        return stages.setdefault(name, StageTime(name))
+
+    for chain in chains:
+        for name, values in own_seconds(chain).items():
+            stage(name).own_seconds += values
+    columns: Mapping[str, str] = {"s": "job_seconds", "cpu_time": "cpu_seconds", "max_rss": "memory_mb"}
+    for folder in benchmark_folders:
+        for name, row in read_benchmarks(folder):
+            for column, attribute in columns.items():
+                if column in row:
+                    getattr(stage(name), attribute).append(row[column])
+    rank = {name: place for place, name in enumerate(ORDER)}
+    return sorted(stages.values(), key=lambda entry: (rank.get(entry.stage, len(rank)), entry.stage))
+
+
+def update_phases(chains: Sequence[Chain]) -> dict[str, float]:
+    """Mean seconds of each phase that updates timed besides their total, the longest first."""
+    totals: dict[str, list[float]] = {}
+    for record in (record for chain in chains for record in chain.updates):
+        for metric, value in record.metrics.items():
+            if metric.startswith("time/") and metric not in OWN_SECONDS.values():
+                totals.setdefault(
+                    metric.removeprefix("time/").removesuffix("_s").replace("_", " "), []
+                ).append(value)
+    means = {name: sum(values) / len(values) for name, values in totals.items()}
+    return dict(sorted(means.items(), key=lambda item: -item[1]))

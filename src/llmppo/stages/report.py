@@ -1,0 +1,55 @@
+"""The `report` stage: one self-contained HTML page, its figures as PNG and SVG, and a table as CSV.
+
+Reads only what other stages wrote. Whatever is missing (no evaluation yet, one seed, unfinished or stopped
+chains) leaves its part of the page out.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmppo.config import parse_experiment
+from llmppo.files import read_json, write_text
+from llmppo.provenance import provenance
+from llmppo.reporting.page import Baselines, build_page, number, shown_config
+from llmppo.reporting.results import finite, load_chains
+from llmppo.reporting.summary import VariantSummary, summarize, summary_csv
+
+
+def read_baselines(path: Path | None) -> Baselines:
+    """The baselines file, or none. Raises ArtefactError for a damaged one."""
+    if path is None:
+        return Baselines({}, {}, [])
+    content = read_json(path)
+    references = finite(content.get("references"))
+    return Baselines(
+        dict(sorted(references.items(), key=lambda item: item[1])),
+        {name: finite(values) for name, values in (content.get("measured") or {}).items()},
+        [str(note) for note in content.get("notes") or []],
+    )
+
+
+def headline(variants: list[VariantSummary]) -> str:
+    """`success 0.30 -> 0.81`, by variant where there are several."""
+    parts = [
+        f"{variant.name + ' ' if len(variants) > 1 else ''}{number(variant.start.mean)} -> {number(variant.end.mean)}"
+        for variant in variants
+        if variant.start and variant.end
+    ]
+    return f"success {', '.join(parts)}" if parts else "nothing evaluated yet"
+
+
+def run(settings: Mapping[str, Any], *, results: Path, baselines: Path | None, out: Path) -> str:
+    """Write the page `out`, and `figures/`, `summary.csv` and `experiment.yaml` beside it.
+
+    `settings` is the whole experiment config, `results` its folder `R/E`.
+    """
+    config = parse_experiment(settings, "the report's settings")
+    variants = summarize(load_chains(results, config.variants, config.seeds))
+    html = build_page(
+        config, variants, read_baselines(baselines), results=results, page=out, versions=provenance()
+    )
+    write_text(out.parent / "summary.csv", summary_csv(variants, config.ppo.batch_size))
+    write_text(out.parent / "experiment.yaml", shown_config(config))
+    write_text(out, html)
+    return f"report: {out} ({headline(variants)})"
