@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmppo.reporting.figures import FigureView, metric_panel, publish
+from llmppo.reporting import figures
 from llmppo.reporting.summary import VariantSummary
 
 
@@ -151,17 +151,19 @@ GROUPS: dict[str, tuple[Panel, ...]] = {
 
 def draw_panels(
     variants: Sequence[VariantSummary], folder: Path, legend: Sequence[tuple[str, str]]
-) -> dict[str, list[FigureView]]:
+) -> dict[str, list[figures.FigureView]]:
     """Group title to its charts; files go to `folder`."""
     recorded = {name for v in variants for c in v.chains for record in c.updates for name in record.metrics}
     result = {}
     for group, panels in GROUPS.items():
         views = [
-            publish(
+            figures.publish(
                 panel.name,
                 panel.title,
                 panel.caption,
-                metric_panel(variants, panel.metric, unit=panel.unit, zero=panel.zero, bounds=panel.bounds),
+                figures.metric_panel(
+                    variants, panel.metric, unit=panel.unit, zero=panel.zero, bounds=panel.bounds
+                ),
                 folder,
                 legend=legend,
             )
