@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PARENT = "LLMPPO_PARENT"  # set by the rules to the process id of Snakemake
 THREAD_COUNTS = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -36,17 +37,23 @@ def prefer_own_commands() -> None:
     os.environ["PATH"] = os.pathsep.join([here, os.environ.get("PATH", os.defpath)])
 
 
-def die_with_parent(parent: int | None = None) -> None:
-    """Let the kernel kill this process when `parent` (by default the current one) ends.
+def die_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent, which must be process `parent`, ends.
 
     So a killed run leaves nothing behind that would go on writing. Linux only; elsewhere a stage finishes.
     """
     if not sys.platform.startswith("linux"):
         return
-    parent = parent or os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it ended before the kernel knew our wish
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_with_workflow() -> None:
+    """As a job of a rule: die with the Snakemake process that the rule names. By hand: nothing."""
+    parent = os.environ.pop(PARENT, None)
+    if parent is not None:
+        die_with(int(parent))
 
 
 def redirect_output(log: Path) -> TextIO:

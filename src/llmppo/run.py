@@ -25,7 +25,7 @@ from llmppo.config import merge, parse_experiment, read_values
 from llmppo.errors import ConfigError, LlmppoError
 from llmppo.files import write_text
 from llmppo.plan import Plan
-from llmppo.process import die_with_parent, prefer_own_commands
+from llmppo.process import die_with, prefer_own_commands
 from llmppo.progress import Progress, display
 from llmppo.snakelog import SnakemakeLog
 
@@ -130,7 +130,7 @@ def follow(command: list[str], plan: Plan, log: Path, lock: int) -> tuple[int, S
             # lock's descriptor: the lock lasts as long as anything may still write.
             start_new_session=True,
             pass_fds=[lock],
-            preexec_fn=partial(die_with_parent, os.getpid()),
+            preexec_fn=partial(die_with, os.getpid()),
         )
 
     def pass_on(number: int, frame: object) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import click
 
 from llmppo.errors import ConfigError, LlmppoError
-from llmppo.process import die_with_parent, redirect_output, thread_environment
+from llmppo.process import die_with_workflow, redirect_output, thread_environment
 
 FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
@@ -70,7 +70,7 @@ def run_stage(
     stage: str, settings: str, variant: str | None, log: Path | None, options: dict[str, Any]
 ) -> int:
     """Run one stage in this process and return its exit status."""
-    die_with_parent()
+    die_with_workflow()
     terminal = redirect_output(log) if log else None
     name = f"llmppo {stage.replace('_', '-')}"
     try:

@@ -22,6 +22,9 @@ STAGES = (
     "report",
 )
 
+# Keys of an experiment that don't shape the numbers of a chain.
+NOT_OF_A_CHAIN = ("results", "seeds", "variants", "tracking", "report", "resources", "keep_every")
+
 # What a critic warm-up reads of `ppo`. It fits Monte Carlo returns of a policy that stands still: no
 # advantage, ratio, KL or value clip, so that changing those keeps the warm-up and the first rollouts.
 WARMUP_FIELDS = (
@@ -74,7 +77,7 @@ def resources_of(config: ExperimentConfig, stage: str) -> StageResources:
 
 def chain_config(config: ExperimentConfig) -> dict[str, Any]:
     """The config of one resolved variant, without what doesn't shape its numbers."""
-    values = _dump(config, exclude={"results", "seeds", "variants", "tracking", "report", "resources"})
+    values = _dump(config, exclude=set(NOT_OF_A_CHAIN))
     values["resources"] = {
         stage: {"threads": resources.threads} for stage, resources in dict(config.resources).items()
     }

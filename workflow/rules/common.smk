@@ -10,7 +10,7 @@ from pathlib import Path
 from llmppo.config import parse_experiment
 from llmppo.errors import LlmppoError
 from llmppo.plan import Plan
-from llmppo.process import prefer_own_commands, thread_environment
+from llmppo.process import PARENT, prefer_own_commands, thread_environment
 
 try:
     PLAN = Plan(
@@ -42,8 +42,9 @@ def chain_of(wildcards):
 
 def environment(stage):
     """Assignments in front of a command. The thread count is the config's, never Snakemake's scaled
-    one: results must not depend on `--cores`."""
-    variables = thread_environment(PLAN.resources(stage).threads)
+    one: results must not depend on `--cores`. The stage dies with the process named by `PARENT`.
+    """
+    variables = {PARENT: "$PPID", **thread_environment(PLAN.resources(stage).threads)}
     return " ".join(f"{name}={value}" for name, value in variables.items())
 
 
@@ -68,13 +69,12 @@ def output_folder(name):
 
 
 def input_option(name, folder=False):
-    """`--name VALUE` when input `name` has a file, else nothing."""
+    """`--name VALUE` when the list of files that is input `name` has one, else nothing."""
 
     def arguments(wildcards, input):
-        if not input[name]:
-            return ""
-        path = Path(input[name])
-        return f"--{name} {shlex.quote(str(path.parent if folder else path))}"
+        paths = [Path(file) for file in input[name]]
+        values = [path.parent if folder else path for path in paths]
+        return " ".join(f"--{name} {shlex.quote(str(value))}" for value in values)
 
     return arguments
 

@@ -15,9 +15,11 @@ rule variant_config:
         mem_mb=500,
         runtime=5,
     params:
+        env=environment("variant_config"),
         settings=lambda wildcards: PLAN.chain_file(*chain_of(wildcards)),
     shell:
-        "exec llmppo variant-config --settings {params.settings:q} --out {output:q} --log {log:q}"
+        "{params.env} exec llmppo variant-config --settings {params.settings:q} --out {output:q}"
+        " --log {log:q}"
 
 
 rule export:

@@ -16,9 +16,10 @@ rule mlflow_init:
         runtime=10,
         mlflow=1,
     params:
+        env=environment("mlflow_init"),
         uri=PLAN.tracking_uri,
     shell:
-        "exec llmppo mlflow-init --uri {params.uri:q} --out {output:q} --log {log:q}"
+        "{params.env} exec llmppo mlflow-init --uri {params.uri:q} --out {output:q} --log {log:q}"
 
 
 # One writer at a time (`mlflow=1`): a sqlite store serves no more.
