@@ -72,7 +72,8 @@ def turn_advantages(
         reduction
     ]  # type: ignore[assignment]
     acted = tokens_per_turn(mask, turns, num_turns) > 0
-    last_turn = torch.where(acted, torch.arange(num_turns, device=mask.device), -1).amax(dim=1)  # [B]
+    counts = acted | (rewards != 0)  # a reward after the last token still belongs to what was done before
+    last_turn = torch.where(counts, torch.arange(num_turns, device=mask.device), -1).amax(dim=1)  # [B]
     exists = torch.arange(num_turns, device=mask.device)[None, :] <= last_turn[:, None]
     turn_values = pool(values, mask, turns, "turn", num_turns, how)
     following = bootstrap.to(turn_values.dtype)
