@@ -19,7 +19,8 @@ from llmppo.reporting.theme import inline_svg
 from llmppo.reporting.timing import read_benchmarks
 from llmppo.reporting.transcripts import pick, printable, validity
 from llmppo.stages import report
-from llmppo.testing.results import compare_config, game_config, write_episodes, write_results
+from llmppo.testing.results import compare_config, game_config, made_up_episode, write_results
+from llmppo.trajectories.parquet import write_episodes
 
 VOID = {"meta", "br", "link", "hr", "img"}
 
@@ -219,9 +220,12 @@ def test_validity_counts_episodes_and_falls_back_to_metrics_for_single_turns(tmp
     assert validity(run, "greedy", multi_turn=True) == {}
     single = validity(run, "greedy", multi_turn=False)[0]
     assert (single.share, single.valid_success) == pytest.approx((0.8, 0.5))
-    episodes = [row(k, "t", success=k < 3, invalid=k > 4) for k in range(6)]
-    complete = {"num_turns": 1, "num_action_tokens": 1}
-    write_episodes(run.evaluation_file(0, "greedy"), [{**episode, **complete} for episode in episodes])
+    outcomes = [(k < 3, k > 4) for k in range(6)]
+    episodes = [
+        made_up_episode(k, [("?", "!", 0.0, invalid)], task="t", success=success)
+        for k, (success, invalid) in enumerate(outcomes)
+    ]
+    write_episodes(run.evaluation_file(0, "greedy"), episodes, {})
     counted = validity(run, "greedy", multi_turn=True)[0]
     assert (counted.share, counted.valid_success, counted.other_success) == pytest.approx((5 / 6, 0.6, 0.0))
     assert counted.success == pytest.approx(0.5)
@@ -371,9 +375,11 @@ def test_text_of_a_run_cannot_break_the_page(tmp_path: Path) -> None:
     values = small(seeds=[0], description="<script>alert(1)</script> & $x_2$")
     _, results, baselines = write_results(tmp_path, values)
     write_json(baselines, {"references": {"<b>$cheap_play$": 0.5}, "measured": {}, "notes": ["a < b"]})
-    evil = {**row(0, "<i>", False), "actions": ["</div><script>"], "num_turns": 1, "num_action_tokens": 1}
+    evil = made_up_episode(0, [("?", "</div><script>", 0.0, False)], task="<i>", success=False)
     for iteration in ("0000", "0004"):
-        write_episodes(results / "main" / "seed-0" / "evaluations" / iteration / "sampled.parquet", [evil])
+        write_episodes(
+            results / "main" / "seed-0" / "evaluations" / iteration / "sampled.parquet", [evil], {}
+        )
     out = results / "report" / "report.html"
     report.run(values, results=results, baselines=baselines, out=out)
     page = Page(out.read_text(encoding="utf-8"))

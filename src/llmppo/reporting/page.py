@@ -126,8 +126,8 @@ def files_of(chain: Chain, results: Path, report: Path) -> list[tuple[str, str]]
 
 
 def shown_config(config: ExperimentConfig) -> str:
-    """The experiment as YAML, without the output root, which belongs to a machine."""
-    values = config.model_dump(mode="json", exclude={"results"})
+    """The experiment as YAML, without output root, tracker and resources, which belong to a machine."""
+    values = config.model_dump(mode="json", exclude={"results", "tracking", "resources"})
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
 
 

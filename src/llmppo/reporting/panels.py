@@ -50,7 +50,7 @@ GROUPS: dict[str, tuple[Panel, ...]] = {
             "response_length",
             "rollout/response_tokens_mean",
             "Response length",
-            "sampled tokens",
+            "tokens of a reply",
             "Growth without reward is a warning sign, and so is a collapse.",
         ),
         Panel(

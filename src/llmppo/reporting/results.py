@@ -2,7 +2,7 @@
 
 `load_chain` reads one variant and seed, `load_chains` all that a config plans. Absent files are absent
 data, never an error; a damaged one raises ArtefactError by name. A metric that is null, NaN or infinite
-counts as absent.
+counts as absent, and so does the record that a stopped chain passes on to later iterations.
 """
 
 import math
@@ -77,8 +77,7 @@ def finite(values: Any) -> dict[str, float]:
     }
 
 
-def _record(path: Path, iteration: int) -> Record:
-    content = read_json(path)
+def _record(content: Any, iteration: int) -> Record:
     content = content if isinstance(content, Mapping) else {}
     return Record(iteration, finite(content).get("finished_at"), finite(content.get("metrics")))
 
@@ -90,11 +89,9 @@ def _numbered(folder: Path) -> Iterable[tuple[int, Path]]:
 
 
 def _records(folder: Path) -> tuple[Record, ...]:
-    return tuple(
-        _record(path / "metrics.json", number)
-        for number, path in _numbered(folder)
-        if (path / "metrics.json").is_file()
-    )
+    found = ((number, path / "metrics.json") for number, path in _numbered(folder))
+    contents = [(number, read_json(path)) for number, path in found if path.is_file()]
+    return tuple(_record(content, number) for number, content in contents if "stopped_at" not in content)
 
 
 def _stopped_at(folder: Path) -> int | None:
@@ -114,18 +111,16 @@ def load_chain(folder: Path, variant: str, seed: int) -> Chain:
     if warmup_file.is_file():
         content = read_json(warmup_file)
         steps = [finite(step) for step in content.get("steps") or []]
-        warmup = _record(warmup_file, 0)
-    stopped_at = _stopped_at(folder / "policy")
-    updates = _records(folder / "iterations")
+        warmup = _record(content, 0)
     return Chain(
         variant=variant,
         seed=seed,
         folder=folder,
-        updates=tuple(record for record in updates if stopped_at is None or record.iteration <= stopped_at),
+        updates=_records(folder / "iterations"),
         evaluations=_records(folder / "evaluations"),
         warmup=warmup,
         warmup_steps=tuple(step for step in steps if step),
-        stopped_at=stopped_at,
+        stopped_at=_stopped_at(folder / "policy"),
     )
 
 

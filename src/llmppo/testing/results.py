@@ -6,7 +6,8 @@ a generator keyed by variant and seed.
 """
 
 import math
-from collections.abc import Mapping
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import numpy as np
 import yaml
 
 from llmppo.config import ExperimentConfig, parse_experiment, variant_config
-from llmppo.files import write_json, write_text
+from llmppo.files import read_json, write_json, write_text
 from llmppo.seeding import derive_seed
+from llmppo.trajectories.episode import Episode, EpisodeSpec, StopReason, Turn
 
 START = 1_760_000_000.0  # finish time of the first stage, seconds since the epoch
 Numbers = dict[str, float | None]
@@ -136,105 +138,98 @@ def _update_metrics(config: ExperimentConfig, curve: Curve, iteration: int) -> N
     }
 
 
-def _episode(curve: Curve, iteration: int, index: int, greedy: bool) -> dict[str, Any]:
+def made_up_episode(
+    index: int,
+    turns: Sequence[tuple[str, str, float, bool]],
+    *,
+    task: str,
+    success: bool,
+    truncated: bool = False,
+) -> Episode:
+    """An evaluation episode of (observation, action, reward, invalid) turns; its token ids are the bytes."""
+    ids: list[int] = []
+    spans = []
+    for observation, action, reward, invalid in turns:
+        ids += f"{observation}\n".encode()
+        start = len(ids)
+        ids += action.encode()
+        reason = StopReason.LENGTH if invalid else StopReason.EOS
+        turn = Turn(
+            start=start,
+            end=len(ids),
+            reward=reward,
+            stop_reason=reason,
+            invalid=invalid,
+            observation=observation,
+            action=action,
+        )
+        spans.append(turn)
+    sampled = sum(turn.end - turn.start for turn in spans)
+    return Episode(
+        spec=EpisodeSpec(seed=1_000_003, split="eval", iteration=0, index=index),
+        task_id=task,
+        token_ids=np.array(ids, np.int32),
+        sampling_logprobs=np.full(sampled, -0.5, np.float32),
+        turns=tuple(spans),
+        terminated=not truncated,
+        truncated=truncated,
+        success=success,
+    )
+
+
+def _episode(curve: Curve, iteration: int, index: int, greedy: bool) -> Episode:
     """One evaluation episode; its luck is fixed by `index`, so a better policy solves more of the same tasks."""
     rng = np.random.default_rng(derive_seed("episode", index, iteration, int(greedy)))
     luck = np.random.default_rng(derive_seed("luck", index)).uniform()
     success = bool(luck < min(0.99, curve.success(iteration) + (0.08 if greedy else 0.0)))
     if curve.turns == 1:
-        left, right = (
-            int(x) for x in np.random.default_rng(derive_seed("pair", index)).choice(98, 2, False) + 1
-        )
-        invalid = not success and bool(
-            rng.uniform() < curve.invalid(iteration) / (1 - curve.success(iteration))
-        )
-        action = str(max(left, right)) if success else "The number" if invalid else str(min(left, right))
-        observations, actions, wrong = [f"Larger of {left} and {right}?"], [action], [invalid]
-        task = f"{left},{right}"
-    else:
-        secret = index % 15 + 1
-        count = int(rng.integers(2, curve.turns + 1)) if success else curve.turns
-        guesses = [int(x) for x in rng.choice([n for n in range(1, 16) if n != secret], count, False)]
-        guesses[-1] = secret if success else guesses[-1]
-        wrong = [bool(rng.uniform() < curve.invalid(iteration)) for _ in guesses]
-        wrong[-1] = wrong[-1] and not success
-        observations = ["Guess my number from 1 to 15 in 4 tries."]
-        observations += [
-            "Invalid." if bad else "Higher." if g < secret else "Lower."
-            for g, bad in zip(guesses, wrong, strict=True)
-        ]
-        observations = observations[:count]
-        actions = [f"[{g}" if bad else f"[{g}]" for g, bad in zip(guesses, wrong, strict=True)]
-        task = str(secret)
-    rewards = [-0.25 if bad else 0.0 for bad in wrong]
-    rewards[-1] = 1.0 if success else rewards[-1]
-    return {
-        "episode_id": f"eval-0000-{index:05d}",
-        "task_id": task,
-        "turn_rewards": rewards,
-        "stop_reasons": ["length" if bad else "eos" for bad in wrong],
-        "invalid": wrong,
-        "observations": observations,
-        "actions": actions,
-        "return": sum(rewards),
-        "success": success,
-        "terminated": success,
-        "truncated": not success and curve.turns > 1,
-        "num_turns": len(actions),
-        "num_action_tokens": sum(len(a) for a in actions),
-    }
-
-
-def write_episodes(path: Path, episodes: list[dict[str, Any]]) -> None:
-    """A Parquet file with the text columns of the episode format."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    text, number = pa.list_(pa.string()), pa.float32()
-    schema = pa.schema(
-        [
-            ("episode_id", pa.string()),
-            ("task_id", pa.string()),
-            ("turn_rewards", pa.list_(number)),
-            ("stop_reasons", text),
-            ("invalid", pa.list_(pa.bool_())),
-            ("observations", text),
-            ("actions", text),
-            ("return", number),
-            ("success", pa.bool_()),
-            ("terminated", pa.bool_()),
-            ("truncated", pa.bool_()),
-            ("num_turns", pa.int32()),
-            ("num_action_tokens", pa.int32()),
-        ]
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(episodes, schema=schema), path)
+        pair = np.random.default_rng(derive_seed("pair", index)).choice(98, 2, False) + 1
+        bad = not success and bool(rng.uniform() < curve.invalid(iteration) / (1 - curve.success(iteration)))
+        action = str(max(pair)) if success else "The number" if bad else str(min(pair))
+        reward = 1.0 if success else -0.5 if bad else 0.0
+        turn = (f"Larger of {pair[0]} and {pair[1]}?", action, reward, bad)
+        return made_up_episode(index, [turn], task=f"{pair[0]},{pair[1]}", success=success)
+    secret = index % 15 + 1
+    count = int(rng.integers(2, curve.turns + 1)) if success else curve.turns
+    guesses = [int(x) for x in rng.choice([n for n in range(1, 16) if n != secret], count, False)]
+    turns = []
+    observation = "Guess my number from 1 to 15 in 4 tries."
+    for place, guess in enumerate(guesses):
+        hit = success and place == count - 1
+        bad = not hit and bool(rng.uniform() < curve.invalid(iteration))
+        action = f"[{secret}]" if hit else f"[{guess}" if bad else f"[{guess}]"
+        turns.append((observation, action, 1.0 if hit else -0.25 if bad else 0.0, bad))
+        observation = "Invalid." if bad else "Higher." if guess < secret else "Lower."
+    return made_up_episode(index, turns, task=str(secret), success=success)
 
 
 def _evaluate(chain: Path, config: ExperimentConfig, curve: Curve, iteration: int, now: float) -> None:
-    from llmppo.reporting.statistics import wilson_interval
+    from llmppo.stages.evaluate import score
+    from llmppo.trajectories.parquet import write_episodes
 
     folder = chain / "evaluations" / f"{iteration:04d}"
-    count = config.evaluation.episodes
     metrics: Numbers = {"time/evaluate_s": 2.5}
-    for decoding in reversed(config.evaluation.decoding):  # the headline comes last and fills `eval/*`
-        episodes = [_episode(curve, iteration, index, decoding == "greedy") for index in range(count)]
-        write_episodes(folder / f"{decoding}.parquet", episodes)
-        rate = sum(e["success"] for e in episodes) / count
-        interval = wilson_interval(rate, count)
-        turns = sum(e["num_turns"] for e in episodes)
-        metrics |= {
-            f"eval/{decoding}/success_rate": rate,
-            "eval/success_rate": rate,
-            "eval/success_ci_low": interval.low,
-            "eval/success_ci_high": interval.high,
-            "eval/reward_mean": sum(e["return"] for e in episodes) / count,
-            "eval/n": float(count),
-            "eval/turns_mean": turns / count,
-            "eval/invalid_action_frac": sum(sum(e["invalid"]) for e in episodes) / turns,
-        }
+    for decoding in config.evaluation.decoding:
+        greedy = decoding == "greedy"
+        episodes = [_episode(curve, iteration, index, greedy) for index in range(config.evaluation.episodes)]
+        write_episodes(folder / f"{decoding}.parquet", episodes, {"stage": "evaluate"})
+        scores = score(episodes)
+        metrics |= {f"eval/{decoding}/{name}": value for name, value in scores.items()}
+        if decoding == config.evaluation.decoding[0]:
+            metrics |= {f"eval/{name}": value for name, value in scores.items()}
     write_json(folder / "metrics.json", {"iteration": iteration, "finished_at": now, "metrics": metrics})
+
+
+def _pass_on(chain: Path, config: ExperimentConfig, reached: int, iteration: int, now: float) -> None:
+    """What the stages of a stopped chain write: pointers, and copies of the last evaluation."""
+    manifest = {"kind": "stopped", "target": f"{reached:04d}", "files": {}}
+    write_json(chain / "policy" / f"{iteration:04d}" / "manifest.json", manifest)
+    marker = {"iteration": iteration, "finished_at": now, "stopped_at": reached}
+    write_json(chain / "iterations" / f"{iteration:04d}" / "metrics.json", {**marker, "metrics": {}})
+    last = chain / "evaluations" / f"{reached:04d}"
+    if iteration % config.evaluation.every == 0 and last.is_dir():
+        copy = shutil.copytree(last, chain / "evaluations" / f"{iteration:04d}")
+        write_json(Path(copy) / "metrics.json", {**read_json(last / "metrics.json"), **marker})
 
 
 def _benchmark(path: Path, seconds: float) -> None:
@@ -268,8 +263,7 @@ def write_chain(
     for iteration in range(last + 1):
         folder = chain / "policy" / f"{iteration:04d}"
         if iteration > reached:
-            manifest: dict[str, Any] = {"kind": "stopped", "target": f"{reached:04d}", "files": {}}
-            write_json(folder / "manifest.json", manifest)
+            _pass_on(chain, config, reached, iteration, now)
             continue
         write_json(folder / "manifest.json", {"kind": "policy", "iteration": iteration, "files": {}})
         now += 12.0
