@@ -4,13 +4,12 @@ An environment may offer `players() -> {name: Player}`, `references() -> {name: 
 `notes() -> [text]`; the `baselines` stage asks for them.
 """
 
-import inspect
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmppo.errors import EnvironmentFault
+from llmppo.envs.protocol import info_flag, reset_environment, step_environment
 
 Player = Callable[[random.Random, Sequence[str]], str]
 """A reply to an episode's texts so far: observation, reply, observation, ... (an observation comes last)."""
@@ -22,7 +21,6 @@ class Played:
 
     episode_return: float
     success: bool
-    turns: int
 
 
 def play(
@@ -36,25 +34,17 @@ def play(
     row_index: int | None = None,
     evaluation: bool = False,
 ) -> Played:
-    """Play one episode; `reset` gets those of `seed`, `row_index` and `evaluation` that it accepts."""
-    parameters = inspect.signature(env.reset).parameters
-    wanted = {"seed": seed, "row_index": row_index, "evaluation": evaluation}
-    every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    start = env.reset(**{key: value for key, value in wanted.items() if every or key in parameters})
-    texts = [start[0] if isinstance(start, tuple) else start]
-    total, turns = 0.0, 0
-    info: Mapping[str, Any] = {}
-    for turns in range(1, max_turns + 1):  # noqa: B007, the count is part of the outcome
+    """Play one episode. Raises EnvironmentFault where the environment leaves its protocol."""
+    arguments = {"seed": seed, "row_index": row_index, "evaluation": evaluation}
+    name = f"of a scripted player, seed {seed}"
+    texts = [reset_environment(env, name, arguments).messages[-1]["content"]]
+    total, said = 0.0, None
+    for _ in range(max_turns):
         action = player(rng, texts)
-        result = env.step(action)
-        if not isinstance(result, tuple) or len(result) != 5:
-            raise EnvironmentFault(
-                f"{type(env).__name__}.step must return (observation, reward, terminated, truncated, info), got {result!r}"
-            )
-        observation, reward, terminated, truncated, info = result
-        total += float(reward)
-        texts += [action, observation]
-        if terminated or truncated:
+        step = step_environment(env, name, action)
+        total += step.reward
+        said = info_flag(env, name, step.info, "success", "correct")
+        texts += [action, step.observation]
+        if step.terminated or step.truncated:
             break
-    success = info.get("success", info.get("correct", total >= success_threshold))
-    return Played(episode_return=total, success=bool(success), turns=turns)
+    return Played(episode_return=total, success=total >= success_threshold if said is None else said)

@@ -1,0 +1,176 @@
+"""A question-answer dataset as a single-turn environment: serve a question on reset, score it on step.
+
+Rows come from JSONL files (see `dataset_rows`), the score from `reward(completion, answer, question)`, which
+may also take `row`, the whole row. Training takes rows of `train_path`, evaluation those of `eval_path`.
+"""
+
+import inspect
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from string import Formatter
+from typing import Any, Literal
+
+from llmppo.envs.dataset_rows import Row, check_row, read_dataset
+from llmppo.envs.scripted import Player
+from llmppo.errors import ConfigError, EnvironmentFault
+from llmppo.imports import load_callable
+
+Message = dict[str, str]
+CONSTANT_CANDIDATES, CONSTANT_ROWS = 100, 500  # bound on the reward calls of the constant-answer floor
+
+
+class DatasetEnv:
+    """One question a time.
+
+    Args:
+        train_path, eval_path: JSONL files of disjoint rows.
+        reward: `module:function`, or the function itself.
+        prompt: Text of a question; `{question}` and the row's other fields are filled in.
+        examples: Worked examples, rows of `question` and `answer`, shown before the question.
+        examples_as: `messages` (a user and an assistant message each) or `text` (all in one user message).
+        system: System message.
+    """
+
+    def __init__(
+        self,
+        train_path: str | Path,
+        eval_path: str | Path,
+        reward: str | Callable[..., Any] = "llmppo.envs.rewards:exact_match",
+        prompt: str = "{question}",
+        examples: Sequence[Mapping[str, Any]] = (),
+        examples_as: Literal["messages", "text"] = "messages",
+        system: str | None = None,
+    ) -> None:
+        self.train_rows, self.eval_rows = read_dataset(train_path, eval_path)
+        self.reward = load_callable(reward, "env.kwargs.reward") if isinstance(reward, str) else reward
+        self.prompt, self.system, self.examples_as = prompt, system, examples_as
+        if examples_as not in ("messages", "text"):
+            raise ConfigError(f"env.kwargs.examples_as: {examples_as!r}; accepted: messages, text")
+        self.examples = [
+            check_row(row, f"env.kwargs.examples, row {number}") for number, row in enumerate(examples, 1)
+        ]
+        _check_prompt(prompt, [*self.examples, self.train_rows[0]])
+        self._reward_name = f"{self.reward.__module__}:{getattr(self.reward, '__qualname__', self.reward)}"
+        self._reward_takes_row = "row" in inspect.signature(self.reward).parameters
+        self._row: Row | None = None
+        self._where, self._cursor, self._cursor_split = "", 0, ""
+
+    @property
+    def dataset_size(self) -> int:
+        """Number of training rows."""
+        return len(self.train_rows)
+
+    def reset(
+        self, seed: int | None = None, *, row_index: int | None = None, evaluation: bool | None = None
+    ) -> tuple[list[Message], dict[str, Any]]:
+        """Serve row `row_index` (modulo the rows of the split), else one drawn from `seed`, else the next."""
+        split, rows = ("eval", self.eval_rows) if evaluation else ("train", self.train_rows)
+        if row_index is None and seed is not None:
+            row_index = random.Random(seed).randrange(len(rows))
+        elif row_index is None:
+            self._cursor = self._cursor + 1 if split == self._cursor_split else 0
+            self._cursor_split, row_index = split, self._cursor
+        number = row_index % len(rows)
+        self._row, self._where = rows[number], f"{split}-{number}"
+        return self._messages(rows[number]), {"task_id": self._where}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Score the reply; the episode is over."""
+        if self._row is None:
+            raise EnvironmentFault("DatasetEnv.step: no question was served; call reset first")
+        reward, info = self.score(action, self._row, self._where)
+        return "", reward, True, False, info
+
+    def score(self, completion: str, row: Row, where: str) -> tuple[float, dict[str, Any]]:
+        """Reward and info of a completion. Raises EnvironmentFault naming function and row."""
+        extra = {"row": row} if self._reward_takes_row else {}
+        try:
+            result = self.reward(completion, row["answer"], row["question"], **extra)
+        except Exception as error:  # user code: whatever it raises, say where
+            raise EnvironmentFault(
+                f"reward {self._reward_name} raised {type(error).__name__} on row {where}: {error}"
+            ) from error
+        reward, info = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+        if not isinstance(reward, (int, float)) or not isinstance(info, Mapping):
+            raise EnvironmentFault(
+                f"reward {self._reward_name} returned {result!r} on row {where}; it returns a number, or (number, info)"
+            )
+        return float(reward), dict(info)
+
+    def players(self) -> dict[str, Player]:
+        """A valid answer at random, where the reward function lists the valid ones."""
+        choices = getattr(self.reward, "choices", None)
+        if choices is None:
+            return {}
+
+        def pick(rng: random.Random, texts: Sequence[str]) -> str:
+            assert self._row is not None, "a player replies to a question that was served"
+            return rng.choice(choices(self._row["question"]))
+
+        return {"valid random pick": pick}
+
+    def references(self) -> dict[str, float]:
+        """Success on the held-out rows of the best constant answer, and of a valid answer at random."""
+        rates = {"best constant answer": self._constant_success()}
+        choices = getattr(self.reward, "choices", None)
+        if choices is not None:
+            rates["valid random pick"] = _mean(
+                _mean(self._succeeds(choice, row) for choice in choices(row["question"]))
+                for row in self.eval_rows
+            )
+        return rates
+
+    def notes(self) -> list[str]:
+        return [
+            f"Evaluation asks {len(self.eval_rows)} held-out questions; none of them is among the "
+            f"{len(self.train_rows)} questions of training.",
+            "The best constant answer is chosen on training questions and scored on held-out ones.",
+        ]
+
+    def _constant_success(self) -> float:
+        common = Counter(row["answer"] for row in self.train_rows).most_common(CONSTANT_CANDIDATES)
+        rows = self.train_rows[:CONSTANT_ROWS]
+        best = max((answer for answer, _ in common), key=lambda answer: self._rate(answer, rows))
+        return self._rate(best, self.eval_rows)
+
+    def _rate(self, completion: str, rows: Sequence[Row]) -> float:
+        return _mean(self._succeeds(completion, row) for row in rows)
+
+    def _succeeds(self, completion: str, row: Row) -> bool:
+        reward, info = self.score(completion, row, repr(row["question"]))
+        return bool(info.get("success", reward >= 1.0))
+
+    def _messages(self, row: Row) -> list[Message]:
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        question = self.prompt.format(**row)
+        shown = [(self.prompt.format(**example), example["answer"]) for example in self.examples]
+        if self.examples_as == "text":
+            text = "\n\n".join([*(f"{asked} {answer}" for asked, answer in shown), question])
+            return [*system, {"role": "user", "content": text}]
+        dialogue = []
+        for asked, answer in shown:
+            dialogue += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        return [*system, *dialogue, {"role": "user", "content": question}]
+
+
+def _mean(values: Any) -> float:
+    numbers = [float(value) for value in values]
+    return sum(numbers) / len(numbers)
+
+
+def _check_prompt(prompt: str, rows: Sequence[Row]) -> None:
+    """Raise ConfigError if the prompt can't be filled from one of the rows."""
+    try:
+        fields = {name for _, name, _, _ in Formatter().parse(prompt) if name is not None}
+    except ValueError as error:
+        raise ConfigError(f"env.kwargs.prompt: {error}; write {{{{ and }}}} for braces in the text") from None
+    if not fields:
+        raise ConfigError("env.kwargs.prompt: it has no `{question}`, so every row would ask the same")
+    for row in rows:
+        unknown = sorted(fields - set(row))
+        if unknown:
+            raise ConfigError(
+                f"env.kwargs.prompt: no field `{unknown[0]}` in the row {row}; write {{{{ and }}}} for braces in the text"
+            )
