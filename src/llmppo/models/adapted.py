@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from llmppo.config import LoraSection
 from llmppo.errors import ConfigError
@@ -21,6 +23,16 @@ from llmppo.models.routing import AdapterRouter, Route
 from llmppo.seeding import derive_seed
 
 ACTOR, CRITIC, REFERENCE = "actor", "critic", "reference"
+
+# Fields of PEFT's LoraConfig that the routed forward honours, or that don't change what is computed.
+PLAIN_LORA_FIELDS = {
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+    "inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out",
+    "use_rslora", "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
+    "runtime_config",
+}  # fmt: skip
+# Other initialisations change the base weights, which all adapters share.
+PLAIN_INITIALISATIONS = (True, False, "gaussian", "orthogonal")
 
 
 def lora_config(section: LoraSection, base: Any) -> LoraConfig:
@@ -52,6 +64,19 @@ def lora_config(section: LoraSection, base: Any) -> LoraConfig:
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
+
+
+def require_plain(config: LoraConfig) -> None:
+    """Raise ConfigError for a LoRA option that routed passes would leave out."""
+    default = LoraConfig()
+    for name in sorted(set(config.__dataclass_fields__) - PLAIN_LORA_FIELDS):
+        if getattr(config, name) != getattr(default, name):
+            raise ConfigError(f"lora: {name}={getattr(config, name)!r} isn't supported; leave it unset")
+    if config.init_lora_weights not in PLAIN_INITIALISATIONS:
+        raise ConfigError(
+            f"lora: init_lora_weights={config.init_lora_weights!r} changes the base weights that all adapters share; "
+            f"use one of {', '.join(map(repr, PLAIN_INITIALISATIONS))}"
+        )
 
 
 class _Skip(nn.Module):
@@ -86,19 +111,27 @@ class AdaptedModel:
                 stacklevel=3,
             )
             config.lora_dropout = 0.0
+        require_plain(config)
         self.base = base
         self.critic = critic
         self.adapters = [ACTOR] + [CRITIC] * (critic == "adapter") + [REFERENCE] * separate_reference
         device = next(base.parameters()).device
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "lora"))
-            self.peft = get_peft_model(base, config, adapter_name=ACTOR)
+            try:
+                self.peft = get_peft_model(base, config, adapter_name=ACTOR)
+            except ValueError as error:
+                raise ConfigError(f"lora: {error}") from None
             for name in self.adapters[1:]:
                 self.peft.add_adapter(name, config)
+            self.value_head = nn.Linear(
+                base.config.get_text_config().hidden_size, 1, device=device, dtype=torch.float32
+            )
+        if isinstance(base.get_output_embeddings(), LoraLayer):
+            raise ConfigError(
+                "lora.target_modules includes the output head; only decoder layers can be adapted"
+            )
         self.router = AdapterRouter(self.peft)
-        self.value_head = nn.Linear(
-            base.config.get_text_config().hidden_size, 1, device=device, dtype=torch.float32
-        )
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
         for parameter in self.peft.parameters():
@@ -112,6 +145,7 @@ class AdaptedModel:
         self.peft.eval()
         self.head = OutputHead(base)
         self.decoder = base.get_decoder()
+        self.recompute = False
         self.first_adapted = self._first_adapted_layer()
         self._check_forward()
 
@@ -188,15 +222,19 @@ class AdaptedModel:
         return self.value_head(states.float()).squeeze(-1)
 
     def checkpointing(self, on: bool) -> None:
-        """Gradient checkpointing of the decoder layers, which stay in evaluation mode otherwise."""
-        if on:
-            self.base.gradient_checkpointing_enable({"use_reentrant": False})
-            for layer in self.decoder.layers:
-                layer.training = True  # only this flag turns recomputation on; dropout inside stays off
-        else:
-            self.base.gradient_checkpointing_disable()
-            for layer in self.decoder.layers:
-                layer.training = False
+        """Recompute decoder layers in the backward pass of gradient passes; sampling and other passes don't change.
+
+        transformers' own switch would need layers in training mode, and then they refuse the KV cache.
+        """
+        layers = getattr(self.decoder, "layers", None)
+        if layers is None:
+            if on:
+                raise ConfigError("gradient_checkpointing needs a model with a list of decoder layers")
+            return
+        self.recompute = on
+        for layer in layers:
+            if on and "forward" not in vars(layer):
+                layer.forward = _recomputed_forward(layer.forward, self)
 
     def adapter_state(self, name: str) -> dict[str, Tensor]:
         """Weights of one adapter by layer name."""
@@ -241,3 +279,12 @@ class AdaptedModel:
                         stacklevel=3,
                     )
                     self.first_adapted = 0
+
+
+def _recomputed_forward(run: Any, model: AdaptedModel) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if model.recompute and torch.is_grad_enabled():
+            return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return run(*args, **kwargs)
+
+    return forward
