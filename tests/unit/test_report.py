@@ -16,7 +16,7 @@ from llmppo.reporting.checks import run_checks
 from llmppo.reporting.results import Chain, Record, load_chain
 from llmppo.reporting.summary import mean_series, settled, success_curve, summarize
 from llmppo.reporting.theme import inline_svg
-from llmppo.reporting.timing import read_benchmarks
+from llmppo.reporting.timing import read_benchmarks, stage_minutes
 from llmppo.reporting.transcripts import pick, printable, validity
 from llmppo.stages import report
 from llmppo.testing.results import compare_config, game_config, made_up_episode, write_results
@@ -166,6 +166,22 @@ def test_benchmarks_are_told_apart_by_their_path(tmp_path: Path) -> None:
         "rollout": {"s": 2.5, "cpu_time": 2.0},
         "update": {"s": 4.0, "max_rss": 300.0},
     }
+
+
+def test_time_is_that_of_whole_jobs_only_where_every_chain_kept_it(tmp_path: Path) -> None:
+    def timed(seed: int, jobs: list[float]) -> Chain:
+        folder = tmp_path / f"seed-{seed}"
+        for number, seconds in enumerate(jobs):
+            path = folder / "benchmarks" / "update" / f"{number:04d}.tsv"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"s\th:m:s\tmax_rss\n{seconds}\t0:00:00\t1\n")
+        updates = (Record(1, None, {"time/update_s": 6.0}), Record(2, None, {"time/update_s": 12.0}))
+        return Chain("main", seed, folder, updates)
+
+    kept, other, lost = timed(0, [60.0, 120.0]), timed(1, [30.0, 90.0]), timed(2, [])
+    assert stage_minutes({"main": [kept, other]}) == (True, {"main": {"update": 2.5}})
+    assert stage_minutes({"main": [kept, lost]}) == (False, {"main": {"update": pytest.approx(0.3)}})
+    assert stage_minutes({"main": []}) == (False, {})
 
 
 # --- transcripts

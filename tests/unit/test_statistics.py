@@ -49,8 +49,10 @@ def test_wilson_interval_has_published_values(successes: int, n: int, low: float
     assert estimate.kind == "episodes"
 
 
-@given(rates, st.integers(1, 2000))
-def test_wilson_interval_holds_the_rate(rate: float, n: int) -> None:
+@given(st.integers(1, 2000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_wilson_interval_holds_the_rate(trials: tuple[int, int]) -> None:
+    successes, n = trials
+    rate = successes / n
     estimate = wilson_interval(rate, n)
     assert estimate.low is not None
     assert estimate.high is not None

@@ -83,6 +83,14 @@ def unfinished(config: ExperimentConfig, variants: Sequence[VariantSummary]) -> 
     return sentences
 
 
+def evaluated_episodes(config: ExperimentConfig, chains: Sequence[Chain]) -> int:
+    """Episodes of one evaluation; a small dataset holds out fewer than the config asks for."""
+    counts = [
+        record.metrics["eval/n"] for chain in chains for record in chain.scored if "eval/n" in record.metrics
+    ]
+    return int(max(counts, default=config.evaluation.episodes))
+
+
 def warmups(variants: Sequence[VariantSummary]) -> list[tuple[str, float, float]]:
     """(variant, explained variance before the critic's warm-up, after it), means over seeds."""
     names = ("warmup/explained_variance_before", "warmup/explained_variance_after")
@@ -177,10 +185,11 @@ def build_page(
     chains = [chain for variant in variants for chain in variant.chains]
     several = len(variants) > 1
     legend = [(v.name, theme.series_colour(v.place)) for v in variants] if several else []
-    minutes = {v.name: stage_minutes([chain for chain in v.chains if chain.updates]) for v in variants}
-    minutes = {name: row for name, row in minutes.items() if row}
+    whole_jobs, minutes = stage_minutes({v.name: v.chains for v in variants})
     stages = list(dict.fromkeys(stage for row in minutes.values() for stage in row))
-    benchmarks = [results / "benchmarks", *(chain.folder / "benchmarks" for chain in chains)]
+    shared = stage_times([], [results.parent / "shared" / "benchmarks"])
+    benchmarks = [chain.folder / "benchmarks" for chain in chains]
+    times = stage_times(chains, benchmarks)
     return render(
         "report.html.j2",
         config=config,
@@ -198,7 +207,11 @@ def build_page(
         warmups=warmups(variants),
         time_view=_time_view(minutes, stages, folder) if minutes else None,
         time_stages=stages,
-        times=stage_times(chains, benchmarks),
+        whole_jobs=whole_jobs,
+        times=times,
+        shared_times=shared,
+        time_rows=[*((entry, " *") for entry in shared), *((entry, "") for entry in times)],
+        eval_episodes=evaluated_episodes(config, chains),
         phases=update_phases(chains),
         transcripts=[(v, *_transcripts(v, config)) for v in variants],
         files=[(chain, found) for chain in chains if (found := files_of(chain, results, page))],

@@ -7,8 +7,10 @@ a single seed only has the binomial interval of its evaluation, which says nothi
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
-from statistics import NormalDist, fmean, stdev
+from statistics import fmean, stdev
 from typing import Literal
+
+from llmppo.trajectories.collect import binomial_interval
 
 LEVEL = 0.95
 Kind = Literal["seeds", "episodes", "none"]
@@ -41,11 +43,9 @@ def t_interval(values: Sequence[float]) -> Estimate:
 
 
 def wilson_interval(rate: float, n: int) -> Estimate:
-    """A share of n episodes with Wilson's score interval (Wilson 1927), good at 0 and 1 too."""
-    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
-    centre = (rate + z * z / (2 * n)) / (1 + z * z / n)
-    half = z * sqrt(rate * (1 - rate) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return Estimate(rate, max(0.0, centre - half), min(1.0, centre + half), n, "episodes")
+    """The success rate of n episodes with Wilson's score interval, good at 0 and 1 too."""
+    low, high = binomial_interval(round(rate * n), n)
+    return Estimate(rate, low, high, n, "episodes")
 
 
 def split_rise(before: tuple[float, float, float], after: tuple[float, float, float]) -> tuple[float, float]:

@@ -26,9 +26,11 @@ PALETTE = {
     "stage-1": ("#2f5f86", "#7fb2da"),
     "stage-2": ("#c9b08a", "#8a754f"),
     "stage-3": ("#a9aeb5", "#5d646d"),
+    "stage-4": ("#7d9e86", "#587561"),
+    "stage-5": ("#a98fb0", "#75607b"),
 }
 LIGHT = {role: colours[0] for role, colours in PALETTE.items()}
-SERIES = 6
+SERIES, STAGES = 6, 6
 DASHES = ("solid", (0, (5, 2)), (0, (2, 1.5)))
 
 STYLE: dict[str, Any] = {
@@ -81,7 +83,7 @@ def series_dash(place: int) -> Any:
 
 def stage_colour(place: int) -> str:
     """Light colour of the n-th stage in a bar of times."""
-    return LIGHT[f"stage-{place % 4}"]
+    return LIGHT[f"stage-{place % STAGES}"]
 
 
 @contextmanager

@@ -11,18 +11,16 @@ from pathlib import Path
 from llmppo.reporting.results import Chain
 
 OWN_SECONDS = {"rollout": "time/rollout_s", "update": "time/update_s", "evaluate": "time/evaluate_s"}
-LABELS = {"critic_warmup": "critic warm-up"}
+LABELS = {"critic_warmup": "critic warm-up", "warmup_rollout": "warm-up rollout"}
 ORDER = (
-    "base_model",
-    "dataset",
-    "baselines",
-    "critic_warmup",
-    "rollout",
-    "update",
-    "evaluate",
-    "export",
-    "track",
+    *("base_model", "dataset", "baselines", "warmup_rollout", "critic_warmup"),
+    *("rollout", "update", "evaluate", "export", "track"),
 )
+
+
+def label(stage: str) -> str:
+    """A stage's name for readers."""
+    return LABELS.get(stage, stage.replace("_", " "))
 
 
 @dataclass
@@ -37,7 +35,7 @@ class StageTime:
 
     @property
     def label(self) -> str:
-        return LABELS.get(self.stage, self.stage.replace("_", " "))
+        return label(self.stage)
 
 
 def own_seconds(chain: Chain) -> dict[str, list[float]]:
@@ -53,13 +51,37 @@ def own_seconds(chain: Chain) -> dict[str, list[float]]:
     return found
 
 
-def stage_minutes(chains: Sequence[Chain]) -> dict[str, float]:
-    """Minutes of each stage in a whole chain, mean over the chains that ran it."""
-    totals: dict[str, list[float]] = {}
-    for chain in chains:
-        for stage, values in own_seconds(chain).items():
-            totals.setdefault(stage, []).append(sum(values))
-    return {LABELS.get(stage, stage): sum(found) / len(found) / 60 for stage, found in totals.items()}
+def chain_seconds(chain: Chain) -> dict[str, list[float]]:
+    """Stage to the seconds of its whole jobs, from the chain's benchmark files."""
+    found: dict[str, list[float]] = {}
+    for stage, row in read_benchmarks(chain.folder / "benchmarks"):
+        if "s" in row:
+            found.setdefault(stage, []).append(row["s"])
+    return found
+
+
+def stage_minutes(variants: Mapping[str, Sequence[Chain]]) -> tuple[bool, dict[str, dict[str, float]]]:
+    """(whole jobs?, variant to stage to minutes of a chain, mean over the chains that ran it).
+
+    Whole jobs where every chain kept the benchmarks of its updates, else what the stages timed themselves.
+    """
+    begun = {name: [chain for chain in chains if chain.updates] for name, chains in variants.items()}
+    jobs = {chain.key: chain_seconds(chain) for chains in begun.values() for chain in chains}
+    whole = bool(jobs) and all("update" in stages for stages in jobs.values())
+    minutes = {}
+    for name, chains in begun.items():
+        totals: dict[str, list[float]] = {}
+        for chain in chains:
+            for stage, values in (jobs[chain.key] if whole else own_seconds(chain)).items():
+                totals.setdefault(stage, []).append(sum(values))
+        if totals:
+            ordered = sorted(totals, key=_rank)
+            minutes[name] = {label(stage): sum(totals[stage]) / len(totals[stage]) / 60 for stage in ordered}
+    return whole, minutes
+
+
+def _rank(stage: str) -> tuple[int, str]:
+    return (ORDER.index(stage) if stage in ORDER else len(ORDER)), stage
 
 
 def _number(text: str) -> float | None:
@@ -106,8 +128,7 @@ def stage_times(chains: Sequence[Chain], benchmark_folders: Iterable[Path]) -> l
             for column, attribute in columns.items():
                 if column in row:
                     getattr(stage(name), attribute).append(row[column])
-    rank = {name: place for place, name in enumerate(ORDER)}
-    return sorted(stages.values(), key=lambda entry: (rank.get(entry.stage, len(rank)), entry.stage))
+    return sorted(stages.values(), key=lambda entry: _rank(entry.stage))
 
 
 def update_phases(chains: Sequence[Chain]) -> dict[str, float]:

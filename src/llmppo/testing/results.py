@@ -126,11 +126,11 @@ def _update_metrics(config: ExperimentConfig, curve: Curve, iteration: int) -> N
         "critic/grad_norm": 0.4 + abs(noise(0.08)),
         "critic/lr": 3e-3,
         "critic/warmup": 0.0,
-        "time/rollout_s": 1.4 + abs(noise(0.2)),
         "time/update_s": 7.5 + abs(noise(0.5)),
-        "time/old_logprobs_s": 1.1,
-        "time/actor_s": 3.2,
-        "time/critic_s": 2.9,
+        "time/prepare_s": 0.2,
+        "time/no_grad_forward_s": 1.3,
+        "time/forward_backward_s": 5.1,
+        "time/optimizer_s": 0.3,
         "perf/tokens_per_s": 3100 + noise(150),
         "perf/padding_frac": 0.03,
         "perf/peak_memory_mb": 640.0,
@@ -258,7 +258,7 @@ def write_chain(
             },
         },
     )
-    _benchmark(chain / "benchmarks" / "critic_warmup.tsv", 19.0)
+    _benchmark(chain / "benchmarks" / "critic_warmup" / "critic_warmup.tsv", 19.0)
     last = config.iterations if stopped else reached
     for iteration in range(last + 1):
         folder = chain / "policy" / f"{iteration:04d}"
@@ -309,6 +309,7 @@ def write_results(
                 chain = root / config.name / variant / f"seed-{seed}"
                 write_chain(chain, resolved, variant, seed, reached=last, stopped=end is not None)
     baselines = root / "shared" / "baselines" / f"{config.name}.json"
+    _benchmark(root / "shared" / "benchmarks" / "base_model" / "made-up.tsv", 64.0)
     kind = "smollm2-compare" if config.env.max_turns == 1 else "guess-number"
     write_json(baselines, BASELINES[kind])
     return config, root / config.name, baselines
