@@ -1,0 +1,43 @@
+"""A base model from a local directory or the hub, loaded in the data type that the config asks for."""
+
+from pathlib import Path
+from typing import Any
+
+from llmppo.config import PretrainedModelConfig
+from llmppo.errors import ConfigError
+
+
+def load_pretrained(config: PretrainedModelConfig) -> tuple[Any, Any]:
+    """Model and tokenizer. Raises ConfigError where they can't be had, with the way out."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    local = Path(config.path).expanduser()
+    if local.is_dir() and not (local / "config.json").is_file():
+        raise ConfigError(
+            f"base_model.path: {config.path} has no config.json; it isn't a model directory in Hugging Face format"
+        )
+    if not local.is_dir() and _looks_local(config.path):
+        raise ConfigError(
+            f"base_model.path: there is no directory {config.path}; give a model directory or a hub id such as `owner/name`"
+        )
+    source = str(local) if local.is_dir() else config.path
+    options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, config.dtype), **options)
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"base_model.path: {config.path} can't be loaded: {error}") from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"base_model.path: the tokenizer of {config.path} has no eos_token, so no reply would end; set it in tokenizer_config.json"
+        )
+    if tokenizer.pad_token is None:
+        # Lengths are explicit everywhere, so the end token can serve as padding.
+        tokenizer.pad_token = tokenizer.eos_token
+    return model, tokenizer
+
+
+def _looks_local(path: str) -> bool:
+    """Whether a path can't be a hub id, which is `name` or `owner/name`."""
+    return path.startswith((".", "~", "/")) or path.count("/") > 1
