@@ -113,7 +113,9 @@ def train_llm_rollout(
                 f"agent {agent.index} was made for max_turns={agent.max_turns}, the run has max_turns={max_turns}"
             )
         agent.max_turns = max_turns
-    test_harness = agent_harness(pop[0], env_factory) if evaluation_interval else None
+    test_harness = agent_harness(pop[0], env_factory)
+    for agent in pop:
+        agent.listen_for_end_of(test_harness.tokenizer)
     active = list(pop)
     while active:
         for agent in list(active):

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from llmppo.config import SamplingConfig
 from llmppo.engines.hf import HFEngine, HFStep
+from llmppo.envs.templates import end_token_ids
 from llmppo.models.adapted import ACTOR, AdaptedModel
 
 
@@ -21,8 +22,8 @@ class ActorStep(HFStep):
             return super().__call__(input_ids, attention_mask, position_ids, cache)
 
 
-def end_token_ids(model: Any) -> set[int]:
-    """Ids that end a reply, from the model's generation config, else its config."""
+def model_end_tokens(model: Any) -> set[int]:
+    """Ids that end a reply as far as the model knows: its generation config's, else its config's."""
     for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
         ids = getattr(config, "eos_token_id", None)
         if ids is not None:
@@ -30,8 +31,12 @@ def end_token_ids(model: Any) -> set[int]:
     return set()
 
 
-def actor_engine(model: AdaptedModel, sampling: SamplingConfig, pad_token_id: int | None = None) -> HFEngine:
-    """An engine that samples from the actor."""
+def actor_engine(model: AdaptedModel, sampling: SamplingConfig, tokenizer: Any) -> HFEngine:
+    """An engine that samples from the actor; replies end where tokenizer and chat template say."""
     return HFEngine.from_config(
-        ActorStep(model), end_token_ids(model.base), sampling, pad_id=pad_token_id or 0, device=model.device
+        ActorStep(model),
+        end_token_ids(tokenizer, model.base.generation_config),
+        sampling,
+        pad_id=tokenizer.pad_token_id or 0,
+        device=model.device,
     )

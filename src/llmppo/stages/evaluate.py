@@ -73,7 +73,7 @@ def run(
     evaluation = EvaluationConfig.model_validate(settings["evaluation"])
     sampling = SamplingConfig.model_validate({**settings["rollout"], "temperature": evaluation.temperature})
     env, tokenizer = EnvConfig.model_validate(settings["env"]), load_tokenizer(base)
-    engine = actor_engine(load_actor(base, policy, settings["device"]), sampling, tokenizer.pad_token_id)
+    engine = actor_engine(load_actor(base, policy, settings["device"]), sampling, tokenizer)
     make_harness = harness_factory(env, sampling, tokenizer, dataset=dataset)
     indices = evaluation_indices(evaluation.episodes, dataset)
     specs = [EpisodeSpec(seed=evaluation.seed, split="eval", iteration=0, index=index) for index in indices]

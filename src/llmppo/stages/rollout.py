@@ -55,7 +55,7 @@ def run(
 
     started = time.perf_counter()
     tokenizer = load_tokenizer(base)
-    engine = actor_engine(load_actor(base, policy, settings["device"]), sampling, tokenizer.pad_token_id)
+    engine = actor_engine(load_actor(base, policy, settings["device"]), sampling, tokenizer)
     make_harness = harness_factory(
         EnvConfig.model_validate(settings["env"]),
         sampling,

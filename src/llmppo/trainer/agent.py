@@ -92,6 +92,9 @@ class LLMPPO:
         self.model.checkpointing(self.config.gradient_checkpointing)
         self.optimizer = RoleOptimizer(self.model, self.config)
         self.running_returns = RunningReturns(enabled=self.config.normalize_returns)
+        self.end_token_ids: frozenset[int] = (
+            frozenset()
+        )  # ids that end a reply; empty asks the model's config
         self.learn_steps = 0
         self.critic_warmup_steps_done = 0
         self.steps = 0
@@ -199,9 +202,16 @@ class LLMPPO:
     def engine(self) -> GenerationEngine:
         """The generation engine on the actor's adapter, at this agent's sampling settings."""
         if self._engine is None:
-            from llmppo.engines.actor import actor_engine
+            from llmppo.engines.actor import ActorStep, model_end_tokens
+            from llmppo.engines.hf import HFEngine
 
-            self._engine = actor_engine(self.model, self.sampling, self.pad_token_id)
+            self._engine = HFEngine.from_config(
+                ActorStep(self.model),
+                self.end_token_ids or model_end_tokens(self.model.base),
+                self.sampling,
+                pad_id=self.pad_token_id or 0,
+                device=self.device,
+            )
         return self._engine
 
     def get_action(

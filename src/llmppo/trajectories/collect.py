@@ -24,13 +24,14 @@ def collect_episodes(
     greedy: bool = False,
     rows: Sequence[int] | None = None,
     batch_size: int | None = None,
+    close: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Episode]:
     """Run one episode for each spec, each on a harness of its own; in the order of `specs`.
 
     `rows` are the dataset rows of a dataset environment. Left out, an evaluation takes row `index`, and
     training visits the rows epoch by epoch, which needs `batch_size`, the episodes of one iteration.
-    `progress(done, total)` is called whenever a turn of all active episodes is over.
+    `close` releases an environment once its episode is over. `progress(done, total)` is called whenever a turn of all active episodes is over.
     """
     harnesses = [make_harness() for _ in specs]
     if rows is None and harnesses:
@@ -46,7 +47,8 @@ def collect_episodes(
             request = harness.request()
             if request is None:
                 episodes[number] = harness.episode()
-                harness.close()
+                if close:
+                    harness.close()
             else:
                 pending.append((harness, request))
         if progress is not None:
