@@ -92,9 +92,8 @@ class LLMPPO:
         self.model.checkpointing(self.config.gradient_checkpointing)
         self.optimizer = RoleOptimizer(self.model, self.config)
         self.running_returns = RunningReturns(enabled=self.config.normalize_returns)
-        self.end_token_ids: frozenset[int] = (
-            frozenset()
-        )  # ids that end a reply; empty asks the model's config
+        # Ids that end a reply; empty asks the model's config.
+        self.end_token_ids: frozenset[int] = frozenset()
         self.learn_steps = 0
         self.critic_warmup_steps_done = 0
         self.steps = 0
@@ -213,6 +212,14 @@ class LLMPPO:
                 device=self.device,
             )
         return self._engine
+
+    def listen_for_end_of(self, tokenizer: Any) -> None:
+        """End replies where this tokenizer and its chat template do, not only where the model's config says."""
+        from llmppo.envs.templates import end_token_ids
+
+        found = frozenset(end_token_ids(tokenizer, self.model.base.generation_config))
+        if found != self.end_token_ids:
+            self.end_token_ids, self._engine = found, None
 
     def get_action(
         self, obs: Sequence[Mapping[str, Any]] | Mapping[str, Any], training: bool = True
@@ -371,17 +378,12 @@ class LLMPPO:
         from llmppo.trajectories.collect import collect_episodes
         from llmppo.trajectories.episode import EpisodeSpec
 
+        self.listen_for_end_of(env.tokenizer)
+        specs = [EpisodeSpec(seed=self.seed, split="eval", iteration=0, index=index) for index in range(loop)]
         episodes = []
-        for index in range(loop):
-            spec = EpisodeSpec(seed=self.seed, split="eval", iteration=0, index=index)
-            row = index % env.dataset_size if env.dataset_size else None
+        for spec in specs:  # one after another: there is one environment
             episodes += collect_episodes(
-                lambda: env,
-                self.engine,
-                [spec],
-                evaluation=True,
-                greedy=True,
-                rows=None if row is None else [row],
+                lambda: env, self.engine, [spec], evaluation=True, greedy=True, close=False
             )
         turns = sum(len(episode.turns) for episode in episodes)
         fitness = sum(episode.episode_return for episode in episodes) / max(turns, 1)
