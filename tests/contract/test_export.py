@@ -1,6 +1,7 @@
 """The export stage: base + adapter, exported adapter and merged model give the same logits."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def test_the_adapter_is_copied_and_names_no_machine_path(tmp_path: Path) -> None
         paths["policy"] / "actor" / weights
     ).read_bytes()
     config = json.loads((paths["out"] / "adapter" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == "shared/base_model/abc123"
+    assert config["base_model_name_or_path"] == "../../../../shared/base_model/abc123"
     assert config["r"] == 4
     assert not (paths["out"] / "merged").exists()
     for path in paths["out"].rglob("*"):
@@ -144,6 +145,24 @@ def test_a_hub_model_keeps_its_id_and_revision(tmp_path: Path) -> None:
     export.run({**SETTINGS, "export": {"merged": False}}, **paths)
     config = json.loads((paths["out"] / "adapter" / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == ("org/model", "abcdef")
+    _, front, _ = (paths["out"] / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(front)["base_model"] == "org/model"
+
+
+def test_the_card_s_snippets_run_in_the_export_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = make_run(tmp_path, tied=True)
+    export.run(SETTINGS, **paths)
+    blocks = re.findall(r"```python\n(.*?)```", (paths["out"] / "README.md").read_text(), flags=re.DOTALL)
+    monkeypatch.chdir(paths["out"])
+    found = []
+    for block in blocks:
+        names: dict[str, Any] = {}
+        exec(block, names)
+        assert names["tokenizer"].encode("Guess")
+        found.append(logits(names["model"]))
+    torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=0)
 
 
 def test_the_card_has_front_matter_results_and_recipe(tmp_path: Path) -> None:
@@ -151,7 +170,7 @@ def test_the_card_has_front_matter_results_and_recipe(tmp_path: Path) -> None:
     export.run({**SETTINGS, "export": {"merged": False}}, **paths)
     card = (paths["out"] / "README.md").read_text()
     _, front, body = card.split("---\n", 2)
-    assert yaml.safe_load(front)["base_model"] == "shared/base_model/abc123"
+    assert yaml.safe_load(front)["library_name"] == "peft"
     # Wilson intervals of 16/64 and 48/64.
     assert "| greedy | 0.250 [0.160, 0.368], n = 64 | 0.750 [0.632, 0.840], n = 64 |" in body
     assert "| sampled | 0.125 " in body

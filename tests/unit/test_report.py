@@ -271,6 +271,12 @@ def test_the_page_stands_alone_and_shows_its_parts(tmp_path: Path) -> None:
         "Entropy",
     ):
         assert words in page.words
+    links = {value for _, name, value in page.attributes if name == "href"}
+    assert {
+        "../main/seed-1/export",
+        "../main/seed-1/evaluations/0004/sampled.parquet",
+        "summary.csv",
+    } <= links
     assert page.words.count("before, policy 0") == page.words.count("after, policy 4") == 5
     figures = results / "report" / "figures"
     for name in (
@@ -340,6 +346,18 @@ def test_one_seed_says_what_its_interval_is(tmp_path: Path) -> None:
     assert "nothing about other seeds" in page.words
     assert "valid random pick gives 0.50" in page.words
     assert "through the share of valid answers" in page.words
+
+
+def test_a_policy_without_one_valid_answer_has_no_success_among_them(tmp_path: Path) -> None:
+    values = compare_config(iterations=2)
+    _, results, baselines = write_results(tmp_path, values)
+    wrong = [made_up_episode(k, [("?", "!", 0.0, True)], task="t", success=False) for k in range(3)]
+    for iteration in ("0000", "0002"):
+        folder = results / "main" / "seed-0" / "evaluations" / iteration
+        write_episodes(folder / "greedy.parquet", wrong, {})
+    out = results / "report" / "report.html"
+    report.run(values, results=results, baselines=baselines, out=out)
+    assert "success among them from – to –" in Page(out.read_text(encoding="utf-8")).words
 
 
 @pytest.mark.usefixtures("drawn")

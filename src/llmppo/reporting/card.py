@@ -48,6 +48,7 @@ def model_card(
     name: str,
     description: str,
     base_name: str,
+    built_here: bool,
     iteration: int,
     chain: Chain,
     config: Mapping[str, Any],
@@ -56,8 +57,8 @@ def model_card(
 ) -> str:
     """The README.md of an export, YAML front matter first."""
     headline = (config.get("evaluation") or {}).get("decoding") or ["greedy"]
-    front = {
-        "base_model": base_name,
+    front: dict[str, Any] = {} if built_here else {"base_model": base_name}
+    front |= {
         "library_name": "peft",
         "pipeline_tag": "text-generation",
         "tags": ["reinforcement-learning", "ppo", "lora", "llmppo"],
@@ -69,7 +70,7 @@ def model_card(
         name=name,
         description=description,
         base_name=base_name,
-        local=base_name.startswith("shared/"),
+        built_here=built_here,
         iteration=iteration,
         chain=chain,
         rows=result_rows(chain, headline[0]),

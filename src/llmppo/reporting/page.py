@@ -4,6 +4,7 @@ Text that comes from a run (names, observations, replies) is escaped by the temp
 from anywhere and has no script.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,9 @@ class Baselines:
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    return "–" if value is None else f"{value:.{digits}f}".replace("-", "−")
+    if value is None or math.isnan(value):
+        return "–"
+    return f"{value:.{digits}f}".replace("-", "−")
 
 
 def signed(value: float | None) -> str:
@@ -122,10 +125,9 @@ def files_of(chain: Chain, results: Path, report: Path) -> list[tuple[str, str]]
     import os
 
     candidates = [("exported model", chain.folder / "export"), ("config", chain.folder / "config.yaml")]
-    if chain.scored:
-        first, last = chain.scored[0].iteration, chain.scored[-1].iteration
-        for label, iteration in (("first evaluation", first), ("last evaluation", last)):
-            candidates.append((label, chain.folder / "evaluations" / f"{iteration:04d}"))
+    for iteration in dict.fromkeys(chain.scored[place].iteration for place in (0, -1) if chain.scored):
+        for path in sorted((chain.folder / "evaluations" / f"{iteration:04d}").glob("*.parquet")):
+            candidates.append((f"{path.stem} episodes of policy {iteration}", path))
     candidates += [
         ("rollouts and advantages", chain.folder / "iterations"),
         ("policies", chain.folder / "policy"),

@@ -16,6 +16,8 @@ ORDER = (
     *("base_model", "dataset", "baselines", "warmup_rollout", "critic_warmup"),
     *("rollout", "update", "evaluate", "export", "track"),
 )
+TRAINING = ("critic_warmup", "rollout", "update", "evaluate")
+CHORES = ("variant_config", "mlflow_init")  # too small to be worth a line
 
 
 def label(stage: str) -> str:
@@ -52,10 +54,10 @@ def own_seconds(chain: Chain) -> dict[str, list[float]]:
 
 
 def chain_seconds(chain: Chain) -> dict[str, list[float]]:
-    """Stage to the seconds of its whole jobs, from the chain's benchmark files."""
+    """Training stage to the seconds of its whole jobs, from the chain's benchmark files."""
     found: dict[str, list[float]] = {}
     for stage, row in read_benchmarks(chain.folder / "benchmarks"):
-        if "s" in row:
+        if stage in TRAINING and "s" in row:
             found.setdefault(stage, []).append(row["s"])
     return found
 
@@ -126,7 +128,7 @@ def stage_times(chains: Sequence[Chain], benchmark_folders: Iterable[Path]) -> l
     for folder in benchmark_folders:
         for name, row in read_benchmarks(folder):
             for column, attribute in columns.items():
-                if column in row:
+                if column in row and name not in CHORES:
                     getattr(stage(name), attribute).append(row[column])
     return sorted(stages.values(), key=lambda entry: _rank(entry.stage))
 

@@ -5,6 +5,7 @@
 """
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -32,15 +33,15 @@ def companions(base: Path) -> Iterator[Path]:
             yield path
 
 
-def base_name(base: Path, config: Mapping[str, Any]) -> str:
-    """How the base model is called outside this results folder: its hub id or path as configured.
+def base_location(base: Path, out: Path, config: Mapping[str, Any]) -> str:
+    """Where the base model is found: its hub id or path as configured.
 
-    A model that the workflow built is named by its place below the results folder, on every machine the same.
+    A model that the workflow built is found from the export's own folder, on every machine the same.
     """
     section = config.get("base_model") or {}
     if section.get("kind") == "pretrained" and section.get("path"):
         return str(section["path"])
-    return f"shared/{base.parent.name}/{base.name}"
+    return os.path.relpath(base, out)
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
@@ -125,7 +126,7 @@ def run(settings: Mapping[str, Any], *, base: Path, policy: Path, run_dir: Path,
     config = read_config(run_dir)
     section = config.get("base_model") or {}
     chain = load_chain(run_dir, run_dir.parent.name, int(run_dir.name.rpartition("-")[2]))
-    name = base_name(base, config)
+    name = base_location(base, out, config)
     merged = bool(settings["export"]["merged"])
     with atomic_folder(out) as folder:
         write_adapter(source / "actor", base, folder / "adapter", name, section.get("revision"))
@@ -140,6 +141,7 @@ def run(settings: Mapping[str, Any], *, base: Path, policy: Path, run_dir: Path,
             name=str(settings["name"]),
             description=str(settings.get("description") or ""),
             base_name=name,
+            built_here=section.get("kind") != "pretrained",
             iteration=int(source.name),
             chain=chain,
             config=config,

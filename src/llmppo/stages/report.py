@@ -21,10 +21,11 @@ def read_baselines(path: Path | None) -> Baselines:
     if path is None:
         return Baselines({}, {}, [])
     content = read_json(path)
+    measured = {name: finite(values) for name, values in (content.get("measured") or {}).items()}
     references = finite(content.get("references"))
     return Baselines(
         dict(sorted(references.items(), key=lambda item: item[1])),
-        {name: finite(values) for name, values in (content.get("measured") or {}).items()},
+        dict(sorted(measured.items(), key=lambda item: item[1].get("success_rate", 0.0))),
         [str(note) for note in content.get("notes") or []],
     )
 

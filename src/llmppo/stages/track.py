@@ -47,4 +47,4 @@ def run(
         write_json(out, {"ok": False, "error": reason[:2000]})
         return f"warning: tracking {variant}, seed {seed} failed ({reason.splitlines()[0][:200]})"
     write_json(out, {"ok": True, "run_id": mirror.run_id, "key": mirror.key, "new": new})
-    return f"tracked {variant}, seed {seed}: {new} new entries in run {mirror.run_id}"
+    return f"tracked {variant}, seed {seed}: {new} new entries"
