@@ -125,6 +125,7 @@ class Update:
 
     def run(self) -> Outcome:
         self.optimizer.zero_grad()
+        self._require_finite_rows(self.rewards, "rewards")
         with self._timed("prepare"):
             self.passes.prepare()
         reward_kl = self.with_reference and self.config.kl_placement == "reward"
@@ -250,6 +251,8 @@ class Update:
 
     def _set_advantages(self) -> None:
         self.gae = self.estimate()
+        # Whitening would spread one bad episode over all, and return statistics would keep it.
+        self._require_finite_rows(self.gae.unit_advantages + self.gae.unit_returns, "advantages")
         if self.config.normalize_returns:
             self.running_returns.update(self.gae.unit_returns[self.gae.unit_mask], self.model.value_head)
         advantages = self.gae.advantages
@@ -388,9 +391,19 @@ class Update:
         ]
         named = bad or [self.batch.episode_ids[row] for row in micro]
         raise NonFiniteError(
-            f"the {role} loss is {float(loss)} in learn step {self.learn_step}; episodes: {', '.join(named[:8])}"
-            f"{' ...' if len(named) > 8 else ''}. Look at their rewards and log-probs; a lower learning rate or kl_clamp often helps"
+            f"the {role} loss is {float(loss.detach())} in learn step {self.learn_step}; episodes: {_listed(named)}. "
+            "Look at their rewards and log-probs; a lower learning rate or kl_clamp often helps"
         )
+
+    def _require_finite_rows(self, values: Tensor, what: str) -> None:
+        """`values` [B, ...] hold a number for every episode."""
+        finite = torch.isfinite(values).all(dim=1).tolist()
+        bad = [name for name, good in zip(self.batch.episode_ids, finite, strict=True) if not good]
+        if bad:
+            raise NonFiniteError(
+                f"the {what} aren't finite in learn step {self.learn_step}; episodes: {_listed(bad)}. "
+                "Look at the rewards that the environment gave, and at the critic's values"
+            )
 
     def _optimizer_step(self, rows: Sequence[int]) -> None:
         with self._timed("optimizer"):
@@ -401,7 +414,7 @@ class Update:
                 if not torch.isfinite(torch.tensor(before)):
                     raise NonFiniteError(
                         f"the {role} gradient norm is {before} in learn step {self.learn_step}; "
-                        f"episodes: {', '.join(self.batch.episode_ids[row] for row in list(rows)[:8])}"
+                        f"episodes: {_listed([self.batch.episode_ids[row] for row in rows])}"
                     )
                 self.sums.totals[f"{role}/grad_norm"] += before
                 self.sums.totals[f"{role}/grad_norm_clipped"] += after
@@ -485,6 +498,10 @@ class Update:
 
     def _timed(self, phase: str) -> "_Timer":
         return _Timer(self.clock, phase)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (" ..." if len(names) > 8 else "")
 
 
 class _Timer:
