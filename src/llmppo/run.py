@@ -7,6 +7,7 @@ Snakemake redoes only what is incomplete.
 import fcntl
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -184,7 +185,7 @@ def closing_words(plan: Plan) -> str:
     lines = [f"report    {layout.report}", f"figure    {layout.figure}"]
     lines += [f"export    {layout.export(*chain)}" for chain in plan.chains]
     if plan.experiment.tracking.mlflow:
-        lines.append(f"tracker   mlflow ui --backend-store-uri {plan.tracking_uri}")
+        lines.append(f"tracker   mlflow ui --backend-store-uri {shlex.quote(plan.tracking_uri)}")
     return "\n".join(lines)
 
 
