@@ -129,7 +129,7 @@ class Update:
         with self._timed("prepare"):
             self.passes.prepare()
         reward_kl = self.with_reference and self.config.kl_placement == "reward"
-        whole_batch_first = not self.single_step or self.warmup or reward_kl or self.config.normalize_returns
+        whole_batch_first = not self.single_step or reward_kl or self.config.normalize_returns
         if whole_batch_first or self.model.critic == "head":
             self._collect(old_logprobs=not self.warmup and (not self.single_step or reward_kl))
             self._set_advantages()
@@ -167,7 +167,7 @@ class Update:
                 self.bootstrap = self.running_returns.restore(output.bootstrap)
 
     def _single_step(self) -> None:
-        """Critic first: its gradient pass gives the values, then the actor's pass, then one step."""
+        """Critic first: its gradient pass gives the values, then the actor's pass (not in a warm-up), then one step."""
         count, width = self.mask.shape
         self.columns.values = torch.zeros(count, width, device=self.mask.device)
         self.bootstrap = torch.zeros(count, device=self.mask.device) if self.bootstrapping else None
@@ -176,14 +176,19 @@ class Update:
         for micro in self.passes.micro_batches(rows):
             self._critic_micro(micro, totals, first=True)
         self._set_advantages()
+        if not self.warmup:
+            self._actor_last(rows, totals)
+        self._optimizer_step(rows)
+
+    def _actor_last(self, rows: Sequence[int], totals: dict[str, float]) -> None:
+        """The actor's gradient pass of a single step, where old and new log-probs are the same."""
         if self.with_reference:
             with self._timed("no_grad_forward"):
                 (output,) = self.passes.sweep([RolePass(self.model.reference_route, score=True)])
             self.columns.ref_logprobs = output.logprobs
-        self.columns.old_logprobs = torch.zeros(count, width, device=self.mask.device)
+        self.columns.old_logprobs = torch.zeros(self.mask.shape, device=self.mask.device)
         for micro in self.passes.micro_batches(rows):
             self._actor_micro(micro, totals, old_is_new=True)
-        self._optimizer_step(rows)
 
     def _all_epochs(self) -> None:
         old_is_new = self.columns.old_logprobs is None and not self.warmup
