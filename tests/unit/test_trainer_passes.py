@@ -1,0 +1,122 @@
+"""The forward budget: rows through the base model and positions through the output head, counted by hooks."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from llmppo.config import LoraSection
+from llmppo.testing.batches import EPISODES, made_up_batch, tiny_agent
+from llmppo.trainer.passes import Passes
+
+ROWS, TOKENS = len(EPISODES), sum(map(sum, EPISODES))
+
+
+class Meter:
+    """Counts rows forward (with and without gradient) and backward in a layer, and head positions."""
+
+    def __init__(self, agent, layer=-1):
+        self.rows = Counter()
+        agent.model.decoder.layers[layer].register_forward_hook(self.layer)
+        agent.model.head.module.register_forward_hook(self.head)
+
+    def layer(self, module, args, output):
+        hidden = output[0] if isinstance(output, tuple) else output
+        self.rows["forward"] += len(hidden)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: self.rows.update(backward=len(gradient)))
+
+    def head(self, module, args, output):
+        self.rows["head"] += output.reshape(-1, output.shape[-1]).shape[0]
+
+
+def budget(epochs=1, **settings):
+    agent = tiny_agent(**({"beta": 0.0, "update_epochs": epochs, "micro_batch_size_per_gpu": 3} | settings))
+    meter = Meter(agent)
+    agent.learn(made_up_batch())
+    return meter.rows["forward"] / ROWS, meter.rows["backward"] / ROWS, meter.rows["head"] / TOKENS
+
+
+# The head counts twice in a gradient pass: a tile's logits are computed again instead of kept.
+@pytest.mark.parametrize(
+    ("settings", "forward", "backward", "head"),
+    [
+        ({}, 2, 2, 2),  # critic and actor, once each
+        ({"beta": 0.1}, 3, 2, 3),  # and the reference
+        ({"beta": 0.1, "use_separate_reference_adapter": False}, 3, 2, 3),
+        ({"epochs": 3}, 2 + 3 * 2, 3 * 2, 1 + 3 * 2),  # old log-probs and values first
+        ({"epochs": 3, "beta": 0.1}, 3 + 3 * 2, 3 * 2, 2 + 3 * 2),
+        ({"epochs": 3, "fuse_actor_critic_pass": False}, 2 + 3 * 2, 3 * 2, 1 + 3 * 2),
+        ({"batch_size": 8, "mini_batch_size": 4}, 4, 2, 3),
+        ({"batch_size": 8, "mini_batch_size": 4, "beta": 0.1}, 5, 2, 4),
+        ({"critic": "head"}, 2, 1, 2),  # values first, then one trunk pass for both
+        ({"critic": "head", "epochs": 3}, 1 + 3, 3, 1 + 3 * 2),
+        ({"critic": "head", "epochs": 3, "beta": 0.1}, 2 + 3, 3, 2 + 3 * 2),
+        ({"critic_warmup_steps": 1, "beta": 0.1}, 1, 1, 0),  # the critic alone: no output head, no reference
+        ({"critic_warmup_steps": 1, "epochs": 3}, 1 + 3, 3, 0),
+    ],
+    ids=str,
+)
+def test_forward_budget(settings, forward, backward, head):
+    """In units of one pass over every row; head in units of one pass over every action token."""
+    assert budget(**settings) == (forward, backward, head)
+
+
+def test_frozen_layers_run_once_a_batch():
+    """With only the top layer adapted, the layer below sees each row once and no gradient."""
+    agent = tiny_agent(lora=LoraSection(r=4, lora_alpha=8, top_layers=1), beta=0.1, update_epochs=3)
+    below, above = Meter(agent, layer=0), Meter(agent)
+    agent.learn(made_up_batch())
+    assert below.rows["forward"] == ROWS
+    assert below.rows["backward"] == 0
+    assert above.rows["forward"] == (3 + 3 * 2) * ROWS
+
+
+def test_the_head_never_sees_prompts_observations_or_padding():
+    """The first learn call of a batch scores as many positions as tokens were sampled, in every pass."""
+    agent = tiny_agent(beta=0.0, update_epochs=2, chunk_rows=4)
+    sizes = []
+    agent.model.head.module.register_forward_hook(lambda module, args, output: sizes.append(output.shape[0]))
+    batch = made_up_batch()
+    agent.learn(batch)
+    assert sum(sizes) == TOKENS * (1 + 2 * 2)
+    assert max(sizes) == 4
+    assert sum(batch.lengths) > 2 * TOKENS
+
+
+def test_micro_batches_are_sorted_by_length_and_bounded():
+    batch = made_up_batch()
+    agent = tiny_agent()
+    for rows, tokens in ((2, None), (None, 30), (3, 45), (None, 5)):
+        cuts = Passes(agent.model, None, batch, rows, tokens).micro_batches(range(ROWS))
+        assert sorted(row for cut in cuts for row in cut) == list(range(ROWS))
+        assert [batch.lengths[row] for cut in cuts for row in cut] == sorted(batch.lengths)
+        for cut in cuts:
+            assert rows is None or len(cut) <= rows
+            assert tokens is None or len(cut) == 1 or len(cut) * batch.lengths[cut[-1]] <= tokens
+    assert Passes(agent.model, None, batch, None, None).micro_batches([3, 1]) == [[1, 3]]
+
+
+def test_padding_stays_small_under_a_token_budget():
+    """Many episodes of mixed lengths in micro-batches of 256 tokens: under 5 % of what is computed is padding."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 30, (256,), generator=generator).tolist()
+    agent = tiny_agent(batch_size=256, max_tokens_per_micro_batch=256, max_turns=1)
+    metrics = agent.learn(made_up_batch([(length,) for length in lengths], max_turns=1))
+    assert 0 < metrics["perf/padding_frac"] < 0.05
+    one = tiny_agent(batch_size=256, max_turns=1)
+    assert one.learn(made_up_batch([(n,) for n in lengths], max_turns=1))["perf/padding_frac"] > 0.2
+
+
+def test_the_bootstrap_value_is_read_after_the_last_token():
+    """Where the transcript ends with an observation, that is the state whose value is bootstrapped."""
+    agent = tiny_agent(truncation="bootstrap", update_epochs=2, lr_actor=0.0, lr_critic=0.0, gae_lambda=0.0)
+    batch = made_up_batch([(2,), (3,)], truncated=[True, False], rewards=[[0.0] * 3] * 2)
+    batch.token_ids[0] = torch.cat([batch.token_ids[0], torch.tensor([7, 8, 9])])
+    agent.learn(batch)
+    with torch.no_grad():
+        hidden = agent.model.hidden(batch.token_ids[0][None], (("critic", -1),))
+        after = float(agent.model.values(hidden)[0, -1])
+    returns = agent.last_outcome.columns.returns
+    assert returns[0].tolist()[:2] == pytest.approx([after] * 2, rel=1e-4)
+    assert returns[1].tolist() == [0.0] * 3
