@@ -146,6 +146,7 @@ class AdaptedModel:
         self.head = OutputHead(base)
         self.decoder = base.get_decoder()
         self.recompute = False
+        self.explicit_positions = True
         self.first_adapted = self._first_adapted_layer()
         self._check_forward()
 
@@ -212,9 +213,10 @@ class AdaptedModel:
                 return self._decode(inputs_embeds=lower)
 
     def _decode(self, **inputs: Tensor) -> Tensor:
-        rows = next(iter(inputs.values()))
-        positions = torch.arange(rows.shape[1], device=rows.device)[None, :]
-        return self.decoder(**inputs, position_ids=positions, use_cache=False).last_hidden_state
+        if self.explicit_positions:
+            rows = next(iter(inputs.values()))
+            inputs["position_ids"] = torch.arange(rows.shape[1], device=rows.device)[None, :]
+        return self.decoder(**inputs, use_cache=False).last_hidden_state
 
     def values(self, hidden: Tensor) -> Tensor:
         """Values [...] in fp32 of final hidden states [..., H]; `critic="head"` passes no gradient to the trunk."""

@@ -90,6 +90,7 @@ class LLMPPO:
             seed=seed,
         )
         self.model.checkpointing(self.config.gradient_checkpointing)
+        self.model.explicit_positions = self.config.calc_position_embeddings
         self.optimizer = RoleOptimizer(self.model, self.config)
         self.running_returns = RunningReturns(enabled=self.config.normalize_returns)
         # Ids that end a reply; empty asks the model's config.
@@ -143,6 +144,7 @@ class LLMPPO:
                 raise ConfigError(f"{name} is fixed when the agent is made; create a new agent")
         if config.gradient_checkpointing != self.config.gradient_checkpointing:
             self.model.checkpointing(config.gradient_checkpointing)
+        self.model.explicit_positions = config.calc_position_embeddings
         self.running_returns.enabled = config.normalize_returns
         self.config, self.sampling = config, sampling
         self._engine = None

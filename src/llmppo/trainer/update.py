@@ -7,6 +7,7 @@ log-probs, values and reference log-probs. The reference runs only when `beta > 
 """
 
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -491,14 +492,22 @@ class Update:
         gap = (old - sampling)[known]
         cap = self.config.vllm_importance_sampling_cap
         weight = gap.exp().clamp(max=cap)
+        mean_gap, capped = float(gap.abs().mean()), float((gap.exp() >= cap).float().mean())
+        if mean_gap > self.config.vllm_max_logprob_gap or capped > self.config.vllm_max_clip_fraction:
+            warnings.warn(
+                f"learn step {self.learn_step}: the engine's log-probs differ from the trainer's by {mean_gap:.3g} nats on average "
+                f"(vllm_max_logprob_gap {self.config.vllm_max_logprob_gap}), {capped:.1%} of tokens reach the cap "
+                f"(vllm_max_clip_fraction {self.config.vllm_max_clip_fraction}); do both use the same weights and temperature?",
+                stacklevel=2,
+            )
         return metrics | {
-            "rollout/logprob_gap_mean": float(gap.abs().mean()),
+            "rollout/logprob_gap_mean": mean_gap,
             "rollout/logprob_gap_max": float(gap.abs().max()),
             "rollout/engine_kl": float((gap.exp() - 1 - gap).mean()),
             "rollout/engine_weight_mean": float(weight.mean()),
             "rollout/engine_weight_std": float(weight.std(correction=0)),
             "rollout/engine_weight_p95": float(weight.quantile(0.95)) if weight.numel() < 2**24 else None,
-            "rollout/engine_cap_frac": float((gap.exp() >= cap).float().mean()),
+            "rollout/engine_cap_frac": capped,
         }
 
     def _timed(self, phase: str) -> "_Timer":
