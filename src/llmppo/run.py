@@ -12,9 +12,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from llmppo.snakelog import SnakemakeLog
 REFUSED = 73  # sysexits' EX_CANTCREAT: another run holds the results
 POLL_S = 0.5
 TAIL_LINES = 30
-DRY_RUN = ("-n", "--dry-run", "--dryrun")
+DRY_RUN = frozenset(("-n", "-np", "--dry-run", "--dryrun"))
 PROFILE = Path("profiles/default/profile.yaml")
 
 
@@ -76,8 +77,14 @@ def find_snakefile() -> Path:
 @contextmanager
 def hold(path: Path) -> Iterator[int | None]:
     """Hold the kernel's lock on a results folder: its descriptor, or None where another run has it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+", encoding="utf-8") as lock:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise LlmppoError(
+            f"{path.parent} can't be written ({error.strerror}); choose another folder with --results"
+        ) from None
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -136,12 +143,13 @@ def follow(command: list[str], plan: Plan, log: Path, lock: int) -> tuple[int, S
 
     def pass_on(number: int, frame: object) -> None:
         received.append(number)
-        if number == signal.SIGTERM:
-            _say("\nfinishing the stages at work, then stopping; the same command goes on from here")
-            child.send_signal(number)
-        else:
-            _say("\nstopping; the same command goes on from here")
-            os.killpg(child.pid, signal.SIGINT)
+        with suppress(ProcessLookupError):  # it just ended
+            if number == signal.SIGTERM:
+                _say("\nfinishing the stages at work, then stopping; the same command goes on from here")
+                child.send_signal(number)
+            else:
+                _say("\nstopping; the same command goes on from here")
+                os.killpg(child.pid, signal.SIGINT)
 
     signals = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
     previous = {number: signal.signal(number, pass_on) for number in signals}
@@ -199,9 +207,11 @@ def run_experiment(
     folder = Path(plan.layout.root) / "logs"
     stamp = time.strftime("%Y%m%d-%H%M%S")
     copy = folder / f"snakemake-{stamp}.yaml"
-    if any(argument in DRY_RUN for argument in snakemake_args):
-        write_text(copy, yaml.safe_dump(values, sort_keys=False))
-        return subprocess.call([*command, "--nolock", "--configfile", str(copy), *snakemake_args])
+    if DRY_RUN.intersection(snakemake_args):
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+            yaml.safe_dump(values, file, sort_keys=False)
+            file.flush()
+            return subprocess.call([*command, "--nolock", "--configfile", file.name, *snakemake_args])
     with hold(Path(plan.layout.lock)) as lock:
         if lock is None:
             _say(

@@ -102,6 +102,21 @@ def test_the_workflow_is_usable_as_a_module(bench: Bench, prefix: str) -> None:
     assert report.is_file()
 
 
+def test_a_dry_run_of_llmppo_run_plans_and_leaves_nothing(bench: Bench) -> None:
+    command = [str(bench.python.with_name("llmppo")), "run", "--config", str(bench.config_file)]
+    output = run(bench, [*command, "-n", "--set", "iterations=5", "--workflow-profile", "none"])
+    assert "iteration=0005" in output
+    assert not bench.results.exists()
+
+
+def test_a_results_folder_that_cannot_be_written_is_named(bench: Bench) -> None:
+    (bench.folder / "file").write_text("")
+    command = [str(bench.python.with_name("llmppo")), "run", "--config", str(bench.config_file)]
+    output = run(bench, [*command, "--results", "file/below"], status=1)
+    assert "llmppo run: error: file/below can't be written" in output
+    assert "Traceback" not in output
+
+
 def test_a_user_module_reruns_what_calls_it_when_its_code_changes(bench: Bench) -> None:
     module = bench.folder / "my_game.py"
     module.write_text('"""My game."""\n\n\nclass Game:\n    reward = 1\n')

@@ -61,7 +61,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     child = llmppo_run(folder, cores=2)
     output, _ = child.communicate()
     assert child.returncode == 0, output
-    assert "main seed 0: iteration 2/2, reward " in output
+    assert "main seed 0: iteration 3/3, reward " in output
     return folder / "results"
 
 
@@ -70,11 +70,11 @@ def test_every_artefact_is_there(undisturbed: Path) -> None:
     for name in (
         "config.yaml",
         "policy/0000/manifest.json",
-        "policy/0002/optimizer.safetensors",
+        "policy/0003/optimizer.safetensors",
         "iterations/0002/rollouts/shard-1.parquet",
         "iterations/0002/advantages.parquet",
         "evaluations/0000/sampled.parquet",
-        "evaluations/0002/greedy.parquet",
+        "evaluations/0003/greedy.parquet",
         "export/adapter/adapter_model.safetensors",
         "export/merged/model.safetensors",
         "warmup/metrics.json",
@@ -88,7 +88,7 @@ def test_every_artefact_is_there(undisturbed: Path) -> None:
 
 def test_the_chains_config_reproduces_it_alone(undisturbed: Path) -> None:
     config = yaml.safe_load((undisturbed / "smoke" / "main" / "seed-0" / "config.yaml").read_text())
-    assert (config["seeds"], config["variants"], config["iterations"]) == ([0], {"main": {}}, 2)
+    assert (config["seeds"], config["variants"], config["iterations"]) == ([0], {"main": {}}, 3)
 
 
 def test_killed_in_the_middle_and_resumed_on_one_core_it_ends_with_the_same_bytes(
@@ -109,5 +109,46 @@ def test_killed_in_the_middle_and_resumed_on_one_core_it_ends_with_the_same_byte
     resumed = llmppo_run(tmp_path, cores=1)
     output, _ = resumed.communicate()
     assert resumed.returncode == 0, output
-    assert "iteration 1/2" not in output  # what was finished stays
+    assert "iteration 1/3" not in output  # what was finished stays
     assert result_hashes(tmp_path / "results") == result_hashes(undisturbed)
+
+
+def test_the_loop_in_one_process_gives_the_same_numbers(undisturbed: Path, tmp_path: Path) -> None:
+    import torch
+
+    from llmppo import LLMPPO, train_llm_rollout
+    from llmppo.config import SamplingConfig, load_experiment, variant_config
+    from llmppo.envs.loading import harness_factory
+    from llmppo.stages.loading import load_base, load_tokenizer
+
+    torch.set_num_threads(1)
+    config = variant_config(load_experiment(REPOSITORY / "config" / "test" / "smoke.yaml"), "main")
+    (base,) = (undisturbed / "shared" / "base_model").iterdir()
+    tokenizer = load_tokenizer(base)
+    agent = LLMPPO(
+        tokenizer.pad_token_id,
+        tokenizer.pad_token,
+        actor_network=load_base(base),
+        lora_config=config.lora,
+        seed=0,
+        **config.ppo.model_dump(),
+        **config.rollout.model_dump(include=set(SamplingConfig.model_fields)),
+    )
+    train_llm_rollout(
+        [agent],
+        config.env.max_turns,
+        harness_factory(config.env, config.rollout, tokenizer),
+        iterations=config.iterations,
+        shard_size=config.rollout.shard_size,
+        verbose=False,
+    )
+    chain = undisturbed / "smoke" / "main" / "seed-0"
+    trained = [row for row in agent.history if row["split"] == "train"]
+    assert [row["iteration"] for row in trained] == [1, 2, 3]
+    for row in trained:
+        expected = without_times(chain / "iterations" / f"{row['iteration']:04d}" / "metrics.json")["metrics"]
+        assert {name: row[name] for name in expected} == expected
+    agent.save_checkpoint(tmp_path / "policy")
+    for name in ("actor", "critic", "reference"):
+        file = f"{name}/adapter_model.safetensors"
+        assert (tmp_path / "policy" / file).read_bytes() == (chain / "policy" / "0003" / file).read_bytes()

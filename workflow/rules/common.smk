@@ -3,6 +3,7 @@
 # Rules never read `config`: inputs, params and resources come from `PLAN`, so that a job's params are
 # exactly the settings its stage reads. Shell strings use nothing but params, so the rules work in a module.
 
+import re
 import shlex
 import sys
 from pathlib import Path
