@@ -20,6 +20,12 @@ TIMED_FOLDERS = ("logs", "benchmarks", "report", "mlartifacts")
 TIMED_FILES = ("mlflow.db", "tracking.json", ".run.lock", "README.md")
 
 
+def write_config(folder: Path) -> None:
+    """The smoke experiment with two iterations."""
+    config = yaml.safe_load((REPOSITORY / "config" / "test" / "smoke.yaml").read_text())
+    (folder / "smoke.yaml").write_text(yaml.safe_dump({**config, "iterations": 2}))
+
+
 def llmppo_run(folder: Path, cores: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [str(Path(sys.executable).with_name("llmppo")), "run", "--config", "smoke.yaml", "--cores", str(cores)],
@@ -57,7 +63,7 @@ def result_hashes(results: Path) -> dict[str, str]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run on two cores."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    (folder / "smoke.yaml").write_text((REPOSITORY / "config" / "test" / "smoke.yaml").read_text())
+    write_config(folder)
     child = llmppo_run(folder, cores=2)
     output, _ = child.communicate()
     assert child.returncode == 0, output
@@ -94,7 +100,7 @@ def test_the_chains_config_reproduces_it_alone(undisturbed: Path) -> None:
 def test_killed_in_the_middle_and_resumed_on_one_core_it_ends_with_the_same_bytes(
     undisturbed: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "smoke.yaml").write_text((REPOSITORY / "config" / "test" / "smoke.yaml").read_text())
+    write_config(tmp_path)
     killed = llmppo_run(tmp_path, cores=2)
     second_update = tmp_path / "results/smoke/main/seed-0/logs/update/0002.log"
     deadline = time.monotonic() + 600
