@@ -254,6 +254,11 @@ class AdaptedModel:
             raise ConfigError(
                 f"adapter `{name}`: the weights don't fit the LoRA config; first difference: {stray[0]}"
             )
+        for key, tensor in own.items():
+            if tensor.shape != state[key].shape:
+                raise ConfigError(
+                    f"adapter `{name}`: {key} has shape {list(state[key].shape)}, this model needs {list(tensor.shape)}; it belongs to another base model"
+                )
         with torch.no_grad():
             for key, tensor in own.items():
                 tensor.copy_(state[key])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from llmppo.config import CosineLRScheduleConfig, LoraSection, PPOConfig, SamplingConfig
 from llmppo.engines.base import GenerationEngine, GenerationRequest
-from llmppo.errors import ConfigError
+from llmppo.errors import ArtefactError, ConfigError
 from llmppo.models.adapted import ACTOR, CRITIC, REFERENCE, AdaptedModel, lora_config
 from llmppo.models.head import TokenScorer
 from llmppo.ppo.schedules import lr_scale
@@ -399,9 +399,13 @@ class LLMPPO:
 
         Training passes choose adapters by themselves, and which weights train never changes.
         """
-        if adapter_name is not None and adapter_name not in self.model.adapters:
-            raise ConfigError(f"no adapter `{adapter_name}`; there are: {', '.join(self.model.adapters)}")
+        if adapter_name is not None:
+            self._require_adapter(adapter_name)
         self.model.router.route = ((adapter_name, -1),)
+
+    def _require_adapter(self, name: str) -> None:
+        if name not in self.model.adapters:
+            raise ConfigError(f"no adapter `{name}`; there are: {', '.join(self.model.adapters)}")
 
     @contextmanager
     def select_adapter(self, adapter_name: str | None) -> Iterator[None]:
@@ -433,11 +437,15 @@ class LLMPPO:
         """Overwrite an adapter's weights in place with those of a PEFT directory or a checkpoint's adapter."""
         from safetensors.torch import load_file
 
+        self._require_adapter(adapter_name)
         folder = Path(checkpoint_dir)
         inner = folder / adapter_name
-        self.model.load_adapter_state(
-            adapter_name, load_file((inner if inner.is_dir() else folder) / "adapter_model.safetensors")
-        )
+        file = (inner if inner.is_dir() else folder) / "adapter_model.safetensors"
+        if not file.is_file():
+            raise ArtefactError(
+                f"{file} doesn't exist; give a PEFT directory or a checkpoint with `{adapter_name}/`"
+            )
+        self.model.load_adapter_state(adapter_name, load_file(file))
 
     # -- checkpoints --------------------------------------------------------------------------
 
@@ -525,6 +533,7 @@ class LLMPPO:
         )
         base = checkpoint.base()
         if base is not None:
+            _require_same_shapes(base, self.model.base.state_dict(), checkpoint.folder)
             self.model.base.load_state_dict(base, strict=False)
         actor = checkpoint.adapter(ACTOR)
         self.model.load_adapter_state(ACTOR, actor)
@@ -580,8 +589,7 @@ class LLMPPO:
                 warnings.warn(
                     f"{checkpoint.folder} holds no optimizer state; the optimizer starts fresh", stacklevel=2
                 )
-            else:
-                self.optimizer.load_state(self._parameter_names(), tensors)
+            self.optimizer.load_state(self._parameter_names(), tensors or {})
         self._engine = None
 
     @classmethod
@@ -630,6 +638,15 @@ def _peft_config(given: Any, base: Any) -> Any:
     if given is None or isinstance(given, LoraSection):
         return lora_config(given or LoraSection(), base)
     return copy.deepcopy(given)
+
+
+def _require_same_shapes(saved: Mapping[str, Tensor], live: Mapping[str, Tensor], where: Path) -> None:
+    for name, tensor in saved.items():
+        if name not in live or live[name].shape != tensor.shape:
+            here = f"has shape {list(live[name].shape)}" if name in live else "doesn't exist"
+            raise ConfigError(
+                f"{where} holds another base model: {name} has shape {list(tensor.shape)} there and {here} here"
+            )
 
 
 def _without_shared(tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:

@@ -73,6 +73,11 @@ class RoleOptimizer:
                     for key, value in tensors.items()
                     if key.startswith(prefix)
                 }
+                # AdamW keeps its step count on the CPU and its moments beside the weights.
+                found = {
+                    key: value if key == "step" else value.to(parameter.device)
+                    for key, value in found.items()
+                }
                 if found:
                     self.adamw.state[parameter] = found
                 else:
