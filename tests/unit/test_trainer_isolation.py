@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llmppo.errors import ConfigError
+from llmppo.errors import ArtefactError, ConfigError
 from llmppo.testing.batches import StepRecorder, made_up_batch, tiny_agent, unlike_adapters, weights
 
 FAST = {"lr_actor": 1e-2, "lr_critic": 1e-2, "weight_decay": 0.1}
@@ -162,3 +162,7 @@ def test_an_existing_adapter_takes_weights_from_a_folder(tmp_path):
     save_file({"wrong": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(ConfigError, match="don't fit"):
         target.update_existing_adapter(tmp_path, "critic")
+    with pytest.raises(ConfigError, match="no adapter `judge`"):
+        target.update_existing_adapter(tmp_path / "policy", "judge")
+    with pytest.raises(ArtefactError, match=r"adapter_model\.safetensors doesn't exist"):
+        target.update_existing_adapter(tmp_path / "nowhere", "critic")
