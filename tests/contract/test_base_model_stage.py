@@ -159,7 +159,7 @@ def test_the_default_warm_start_teaches_the_format_and_weak_play(tmp_path):
     )
     sampling = SamplingConfig(max_output_tokens=8)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
-    engine = actor_engine(load_actor(tmp_path / "m", None, "cpu"), sampling, tokenizer.pad_token_id)
+    engine = actor_engine(load_actor(tmp_path / "m", None, "cpu"), sampling, tokenizer)
     specs = [EpisodeSpec(seed=0, split="eval", iteration=0, index=index) for index in range(512)]
     episodes = collect_episodes(
         harness_factory(EnvConfig(), sampling, tokenizer), engine, specs, evaluation=True
