@@ -164,6 +164,12 @@ for command in (
             "Evaluation metrics of that policy, when `stop_at` needs them.",
             required=False,
         ),
+        option(
+            "prune",
+            click.Choice(["optimizer", "weights"]),
+            "What to delete of the policy before that one, once all is written; nothing without it.",
+            required=False,
+        ),
         option("out", FOLDER, "Policy folder to write."),
         option("advantages", FILE, "Parquet file of values, advantages and returns to write."),
         option("metrics", FILE, "JSON file of metrics to write."),

@@ -446,7 +446,7 @@ class ExperimentConfig(Section):
     iterations: Positive = Field(20, description="PPO updates; raising it extends a finished run.")
     keep_every: Positive = Field(
         10,
-        description="Optimizer state and adapters are kept every n-th iteration, where evaluated, and for the latest two.",
+        description="Adapters are kept every n-th iteration, where evaluated, and for the latest two; optimizer state for policy 0 and the latest two.",
     )
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where models run.")
     stop_at: StopConfig | None = Field(None, description="Ends a chain early; null runs all iterations.")

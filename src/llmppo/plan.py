@@ -223,6 +223,23 @@ class Plan:
             return []
         return [self.layout.evaluation_metrics(variant, seed, iteration - 1)]
 
+    def prunable(self, iteration: int) -> str:
+        """What goes of policy `iteration - 2` once update `iteration` is done: nothing, "optimizer" or "weights".
+
+        The policy before stays whole: should this update be cut off before Snakemake notes its end, it runs
+        again. Policy 0 stays whole for edits that rerun the chain from its start.
+        """
+        old = iteration - 2
+        if old <= 0:
+            return ""
+        kept = old % self.experiment.keep_every == 0 or old in self.evaluated()
+        return "optimizer" if kept else "weights"
+
+    def prune_option(self, iteration: int) -> str:
+        """`prunable` as an argument of `llmppo update`."""
+        what = self.prunable(iteration)
+        return f"--prune {what}" if what else ""
+
     def updates(self, variant: str, seed: int) -> list[str]:
         return [self.layout.metrics(variant, seed, i) for i in range(1, self.last + 1)]
 

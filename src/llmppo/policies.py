@@ -5,11 +5,13 @@ policy; `resolve_policy` gives the folder that holds the weights.
 """
 
 from pathlib import Path
+from typing import Literal
 
 from llmppo.errors import ArtefactError
-from llmppo.files import check_manifest
+from llmppo.files import MANIFEST, check_manifest, read_json
 
 STOPPED = "stopped"
+Prunable = Literal["optimizer", "weights"]
 
 
 def _prunable(name: str) -> bool:
@@ -22,6 +24,11 @@ def stopped_target(path: Path) -> Path | None:
 
     Files are compared with the manifest. Raises ArtefactError.
     """
+    if _is_pruned(path):
+        raise ArtefactError(
+            f"{path} was pruned: its weights went once later policies existed. `keep_every` and `evaluation.every` say "
+            f"which policies are kept; to make it again, delete {path.parent} from a kept iteration on"
+        )
     manifest = check_manifest(path, allow_missing=_prunable)
     if manifest.get("kind") != STOPPED:
         return None
@@ -48,3 +55,23 @@ def resolve_policy(path: Path) -> Path:
         seen.add(target)
         current = target
     return current
+
+
+def prune(path: Path, what: Prunable) -> None:
+    """Delete a policy's optimizer state, or all its weights; its manifest stays, so that nothing reruns.
+
+    A policy that isn't there, or a pointer to another one, is left as it is.
+    """
+    if not (path / MANIFEST).is_file():
+        return
+    for name in read_json(path / MANIFEST)["files"]:
+        if _prunable(name) or (what == "weights" and name.endswith(".safetensors")):
+            (path / name).unlink(missing_ok=True)
+
+
+def _is_pruned(path: Path) -> bool:
+    """Whether a policy lost its weights to `prune`, all of them at once."""
+    if not (path / MANIFEST).is_file():
+        return False
+    weights = [name for name in read_json(path / MANIFEST)["files"] if name.endswith(".safetensors")]
+    return bool(weights) and not any((path / name).exists() for name in weights)

@@ -136,5 +136,5 @@ def stage_settings(config: ExperimentConfig, stage: str) -> dict[str, Any]:
         case "track":
             return {"tracking": _dump(config.tracking), "config": chain_config(config)}
         case "report":
-            return _dump(config, exclude={"results", "tracking", "resources"})
+            return _dump(config, exclude={"results", "tracking", "resources", "keep_every"})
     raise ConfigError(f"no stage `{stage}`")

@@ -177,3 +177,11 @@ def test_a_summary_counts_variants_and_seeds() -> None:
     assert plan(seeds=[0, 1]).summary() == (
         "study: 1 variant x 2 seeds, 7 iterations of 16 episodes, results in results/study"
     )
+
+
+def test_policies_are_pruned_two_updates_later_unless_kept_or_evaluated() -> None:
+    study = plan(iterations=9, keep_every=4, evaluation={"every": 3})
+    # Update i may touch policy i - 2: policy 0 stays, 3 and 6 are evaluated, 4 is kept.
+    assert [study.prunable(i) for i in range(1, 10)] == [
+        "", "", "weights", "weights", "optimizer", "optimizer", "weights", "optimizer", "weights"
+    ]  # fmt: skip

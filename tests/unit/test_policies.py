@@ -6,7 +6,7 @@ import pytest
 
 from llmppo.errors import ArtefactError
 from llmppo.files import write_json, write_manifest
-from llmppo.policies import resolve_policy, stopped_target
+from llmppo.policies import prune, resolve_policy, stopped_target
 
 
 def real(root: Path, name: str) -> Path:
@@ -59,3 +59,25 @@ def test_a_circle_of_pointers_is_refused(tmp_path: Path) -> None:
     stopped(tmp_path, "0007", "0008")
     with pytest.raises(ArtefactError, match="points back"):
         resolve_policy(stopped(tmp_path, "0008", "0007"))
+
+
+def test_pruning_the_optimizer_keeps_the_policy_usable(tmp_path: Path) -> None:
+    folder = real(tmp_path, "0007")
+    prune(folder, "optimizer")
+    assert not (folder / "optimizer.safetensors").exists()
+    assert resolve_policy(folder) == folder
+
+
+def test_a_policy_without_weights_says_that_it_was_pruned(tmp_path: Path) -> None:
+    folder = real(tmp_path, "0007")
+    prune(folder, "weights")
+    assert (folder / "manifest.json").exists()
+    with pytest.raises(ArtefactError, match="0007 was pruned"):
+        resolve_policy(folder)
+
+
+def test_pruning_leaves_pointers_and_absent_policies_alone(tmp_path: Path) -> None:
+    pointer = stopped(tmp_path, "0008", "0007")
+    prune(pointer, "weights")
+    prune(tmp_path / "0001", "weights")
+    assert (pointer / "manifest.json").exists()

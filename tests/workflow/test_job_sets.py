@@ -118,8 +118,12 @@ def test_another_tracker_reruns_only_tracking(finished: Bench) -> None:
 
 @pytest.mark.parametrize(
     "section",
-    [{"resources": {"update": {"mem_mb": 9000, "runtime": 7}}}, {"tracking": {"mlflow": False}}],
-    ids=["memory and time", "no tracker"],
+    [
+        {"resources": {"update": {"mem_mb": 9000, "runtime": 7}}},
+        {"tracking": {"mlflow": False}},
+        {"keep_every": 1},
+    ],
+    ids=["memory and time", "no tracker", "other policies kept"],
 )
 def test_what_no_stage_reads_reruns_nothing(finished: Bench, section: dict) -> None:
     finished.write_config(**section)

@@ -21,9 +21,9 @@ TIMED_FILES = ("mlflow.db", "tracking.json", ".run.lock", "README.md")
 
 
 def write_config(folder: Path) -> None:
-    """The smoke experiment with two iterations."""
+    """The smoke experiment with three iterations."""
     config = yaml.safe_load((REPOSITORY / "config" / "test" / "smoke.yaml").read_text())
-    (folder / "smoke.yaml").write_text(yaml.safe_dump({**config, "iterations": 2}))
+    (folder / "smoke.yaml").write_text(yaml.safe_dump({**config, "iterations": 3}))
 
 
 def llmppo_run(folder: Path, cores: int) -> subprocess.Popen[str]:

@@ -29,6 +29,8 @@ rule update:
         mem_mb=PLAN.resources("update").mem_mb,
         runtime=PLAN.resources("update").runtime,
         gpu=PLAN.resources("update").gpus,
+        # Housekeeping, not a param: another `keep_every` must not rerun the chain.
+        prune=lambda wildcards: PLAN.prune_option(int(wildcards.iteration)),
     params:
         env=environment("update"),
         settings=settings("update"),
@@ -40,6 +42,6 @@ rule update:
         out=output_folder("policy"),
     shell:
         "{params.env} exec llmppo update --settings {params.settings:q} --base {params.base:q}"
-        " --policy {params.policy:q} {params.evaluation} --seed {wildcards.seed}"
+        " --policy {params.policy:q} {params.evaluation} {resources.prune} --seed {wildcards.seed}"
         " --iteration {params.iteration} --out {params.out:q} --advantages {output.advantages:q}"
         " --metrics {output.metrics:q} --log {log:q} {input.rollouts:q}"

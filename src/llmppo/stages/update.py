@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from llmppo.errors import ArtefactError
 from llmppo.files import MANIFEST, atomic_folder, read_json, sha256_file, write_json, write_manifest
-from llmppo.policies import STOPPED, resolve_policy
+from llmppo.policies import STOPPED, Prunable, resolve_policy
+from llmppo.policies import prune as prune_policy
 from llmppo.stages.loading import is_stopped, new_agent, require_split, saved_lora
 from llmppo.trajectories.parquet import read_episodes, write_update_columns
 
@@ -34,8 +35,12 @@ def run(
     metrics: Path,
     rollouts: Sequence[Path],
     evaluation: Path | None = None,
+    prune: Prunable | None = None,
 ) -> str | None:
-    """Learn from `rollouts` (sampled with `policy`) and write the next policy to `out`."""
+    """Learn from `rollouts` (sampled with `policy`) and write the next policy to `out`.
+
+    At the end `prune` says what goes of the policy before `policy`.
+    """
     if is_stopped(policy) or _reached(settings, policy, evaluation):
         return _pass_on(policy, out, advantages, metrics, iteration)
     import torch
@@ -75,6 +80,8 @@ def run(
         {"stage": "update", "iteration": iteration, "settings": dict(settings)},
     )
     write_json(metrics, {"iteration": iteration, "finished_at": time.time(), "metrics": values})
+    if prune is not None and iteration >= 2:
+        prune_policy(policy.parent / f"{iteration - 2:04d}", prune)
     kl = values.get("actor/approx_kl")
     return (
         f"iteration {iteration} (seed {seed}): reward {values['rollout/reward_mean']:.3f}, success {values['rollout/success_rate']:.2f}, "
