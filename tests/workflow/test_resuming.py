@@ -121,6 +121,7 @@ def test_progress_without_a_terminal_is_one_line_an_iteration(bench: Bench) -> N
 
 
 def test_a_failing_stage_is_named_with_its_log(bench: Bench) -> None:
+    bench.write_config(seeds=[0])
     child = llmppo_run(bench, FAKE_STAGE_FAILS="update:2")
     _, errors = child.communicate()
     assert child.returncode == 1
