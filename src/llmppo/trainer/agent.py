@@ -5,10 +5,8 @@ updates, `save_checkpoint` and `load_checkpoint` move its state to and from a po
 """
 
 import copy
-import gc
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -18,18 +16,19 @@ from torch import Tensor
 
 from llmppo.config import CosineLRScheduleConfig, LoraSection, PPOConfig, SamplingConfig
 from llmppo.engines.base import GenerationEngine, GenerationRequest
-from llmppo.errors import ArtefactError, ConfigError
-from llmppo.models.adapted import ACTOR, CRITIC, REFERENCE, AdaptedModel, lora_config
+from llmppo.errors import ConfigError
+from llmppo.models.adapted import ACTOR, AdaptedModel, lora_config
 from llmppo.models.head import TokenScorer
 from llmppo.ppo.schedules import lr_scale
 from llmppo.seeding import derive_seed
 from llmppo.trainer.aliases import with_aliases
 from llmppo.trainer.batch import UpdateBatch, build_batch
-from llmppo.trainer.checkpoint import Checkpoint, Snapshot, lora_fields, require_same_lora
+from llmppo.trainer.checkpoint import Checkpoint
 from llmppo.trainer.optimizer import RoleOptimizer
 from llmppo.trainer.passes import Passes
 from llmppo.trainer.returns import RunningReturns
 from llmppo.trainer.settings import SETTINGS, split_settings, with_signature
+from llmppo.trainer.state import AgentState
 from llmppo.trainer.update import Outcome, Update
 
 
@@ -41,7 +40,7 @@ class ActionResult(NamedTuple):
     sampling_logps: list[Tensor] | None
 
 
-class LLMPPO:
+class LLMPPO(AgentState):
     """Turn-level PPO agent.
 
     Args:
@@ -131,23 +130,6 @@ class LLMPPO:
             self.update_settings(**{name: value})
         else:
             super().__setattr__(name, value)
-
-    def update_settings(self, **settings: Any) -> None:
-        """Change settings after construction, validated as a whole.
-
-        What fixes the model's shape (`critic`, `use_separate_reference_adapter`) can't change.
-        """
-        current = {**self.config.model_dump(), **self.sampling.model_dump()}
-        config, sampling = split_settings({**current, **settings})
-        for name in ("critic", "use_separate_reference_adapter"):
-            if getattr(config, name) != getattr(self.config, name):
-                raise ConfigError(f"{name} is fixed when the agent is made; create a new agent")
-        if config.gradient_checkpointing != self.config.gradient_checkpointing:
-            self.model.checkpointing(config.gradient_checkpointing)
-        self.model.explicit_positions = config.calc_position_embeddings
-        self.running_returns.enabled = config.normalize_returns
-        self.config, self.sampling = config, sampling
-        self._engine = None
 
     @property
     def device(self) -> torch.device:
@@ -392,205 +374,7 @@ class LLMPPO:
         self.fitness.append(fitness)
         return np.array(fitness)
 
-    # -- adapters -----------------------------------------------------------------------------
-
-    def use_adapter(self, adapter_name: str | None) -> None:
-        """Send plain forward passes of `agent.actor` through an adapter; None is the bare base.
-
-        Training passes choose adapters by themselves, and which weights train never changes.
-        """
-        if adapter_name is not None:
-            self._require_adapter(adapter_name)
-        self.model.router.route = ((adapter_name, -1),)
-
-    def _require_adapter(self, name: str) -> None:
-        if name not in self.model.adapters:
-            raise ConfigError(f"no adapter `{name}`; there are: {', '.join(self.model.adapters)}")
-
-    @contextmanager
-    def select_adapter(self, adapter_name: str | None) -> Iterator[None]:
-        """`use_adapter` for a block; the previous route comes back at its end."""
-        previous = self.model.router.route
-        self.use_adapter(adapter_name)
-        try:
-            yield
-        finally:
-            self.model.router.route = previous
-
-    def set_reference_policy(self, reference_update_tracker: int) -> None:
-        """Copy the actor onto the reference when the tracker has advanced.
-
-        Without a separate reference adapter the reference is the base and can't move: a warning says so.
-        """
-        if reference_update_tracker <= self.reference_update_tracker:
-            return
-        self.reference_update_tracker = reference_update_tracker
-        if REFERENCE in self.model.adapters:
-            self.model.router.copy(ACTOR, REFERENCE)
-        else:
-            warnings.warn(
-                "the reference is the base model (use_separate_reference_adapter=False) and stays as it is",
-                stacklevel=2,
-            )
-
-    def update_existing_adapter(self, checkpoint_dir: str | Path, adapter_name: str) -> None:
-        """Overwrite an adapter's weights in place with those of a PEFT directory or a checkpoint's adapter."""
-        from safetensors.torch import load_file
-
-        self._require_adapter(adapter_name)
-        folder = Path(checkpoint_dir)
-        inner = folder / adapter_name
-        file = (inner if inner.is_dir() else folder) / "adapter_model.safetensors"
-        if not file.is_file():
-            raise ArtefactError(
-                f"{file} doesn't exist; give a PEFT directory or a checkpoint with `{adapter_name}/`"
-            )
-        self.model.load_adapter_state(adapter_name, load_file(file))
-
-    # -- checkpoints --------------------------------------------------------------------------
-
-    def _parameter_names(self) -> dict[int, str]:
-        names = {
-            id(parameter): f"value_head.{name}"
-            for name, parameter in self.model.value_head.named_parameters()
-        }
-        for adapter in (ACTOR, CRITIC):
-            if adapter in self.model.adapters:
-                names |= {
-                    id(tensor): f"{adapter}.{name}"
-                    for name, tensor in self.model.adapter_state(adapter).items()
-                }
-        return names
-
-    def snapshot_checkpoint(self, lora_only: bool = True, save_optimizer: bool = True) -> Snapshot:
-        """Copy of the whole state in host memory; `.write(path)` may run on another thread while training goes on."""
-
-        def host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return {
-                name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()
-            }
-
-        base = None
-        if not lora_only:
-            adapters = tuple(f".{part}." for part in ("lora_A", "lora_B"))
-            base = host(
-                {
-                    name: tensor
-                    for name, tensor in self.model.base.state_dict().items()
-                    if not any(part in name for part in adapters)
-                }
-            )
-            base = _without_shared(base, self.model.base)
-        return Snapshot(
-            adapters={name: host(self.model.adapter_state(name)) for name in self.model.adapters},
-            adapter_configs={
-                name: lora_fields(self.model.peft.peft_config[name]) for name in self.model.adapters
-            },
-            value_head=host(dict(self.model.value_head.named_parameters())),
-            optimizer=host(self.optimizer.state(self._parameter_names())) if save_optimizer else None,
-            trainer={
-                "seed": self.seed,
-                "max_turns": self.max_turns,
-                "learn_steps": self.learn_steps,
-                "critic_warmup_steps_done": self.critic_warmup_steps_done,
-                "steps": self.steps,
-                "scores": [float(score) for score in self.scores],
-                "fitness": [float(score) for score in self.fitness],
-                "reference_update_tracker": self.reference_update_tracker,
-                "running_returns": {
-                    "count": self.running_returns.count,
-                    "mean": self.running_returns.mean,
-                    "variance": self.running_returns.variance,
-                },
-                "settings": {**self.config.model_dump(mode="json"), **self.sampling.model_dump(mode="json")},
-            },
-            base=base,
-        )
-
-    def save_checkpoint(
-        self, path: str | Path, lora_only: bool = True, save_optimizer: bool = True, **facts: Any
-    ) -> None:
-        """Write a policy folder: PEFT directories, safetensors and JSON, with a manifest. Replaces `path`."""
-        self.snapshot_checkpoint(lora_only, save_optimizer).write(path, **facts)
-
-    def load_weights(
-        self,
-        path: str | Path,
-        overwrite_reference_adapter: bool | None = None,
-        overwrite_critic_adapter: bool = False,
-    ) -> None:
-        """Load the adapters and the value head of a checkpoint; the LoRA config must match field by field.
-
-        The reference comes from the checkpoint's, or from its actor when it has none or
-        `overwrite_reference_adapter`; the critic stays as it is without one in the checkpoint, unless
-        `overwrite_critic_adapter` seeds it from the actor.
-        """
-        checkpoint = Checkpoint.open(path)
-        require_same_lora(
-            checkpoint.adapter_config(ACTOR),
-            lora_fields(self.model.peft.peft_config[ACTOR]),
-            checkpoint.folder,
-        )
-        base = checkpoint.base()
-        if base is not None:
-            _require_same_shapes(base, self.model.base.state_dict(), checkpoint.folder)
-            self.model.base.load_state_dict(base, strict=False)
-        actor = checkpoint.adapter(ACTOR)
-        self.model.load_adapter_state(ACTOR, actor)
-        if REFERENCE in self.model.adapters:
-            own = checkpoint.has_adapter(REFERENCE) and not overwrite_reference_adapter
-            self.model.load_adapter_state(REFERENCE, checkpoint.adapter(REFERENCE) if own else actor)
-        if CRITIC in self.model.adapters:
-            if overwrite_critic_adapter:
-                self.model.load_adapter_state(CRITIC, actor)
-            elif checkpoint.has_adapter(CRITIC):
-                self.model.load_adapter_state(CRITIC, checkpoint.adapter(CRITIC))
-        self.model.value_head.load_state_dict(checkpoint.value_head())
-
-    def load_checkpoint(
-        self,
-        path: str | Path,
-        load_optimizer: bool = False,
-        overwrite_reference_adapter: bool | None = None,
-        overwrite_critic_adapter: bool = False,
-        restore_config: bool = False,
-        restore_hyperparameters: bool = False,
-    ) -> None:
-        """Load weights and counters, and the optimizer state when asked.
-
-        Live settings stay as they are unless `restore_config` (all settings) or
-        `restore_hyperparameters` (the learning rates) asks for the checkpoint's.
-        """
-        checkpoint = Checkpoint.open(path)
-        self.load_weights(path, overwrite_reference_adapter, overwrite_critic_adapter)
-        state = checkpoint.trainer
-        if restore_config:
-            self.update_settings(
-                **{name: value for name, value in state["settings"].items() if name in SETTINGS}
-            )
-        elif restore_hyperparameters:
-            self.update_settings(**{name: state["settings"][name] for name in ("lr_actor", "lr_critic")})
-        for name in (
-            "learn_steps",
-            "critic_warmup_steps_done",
-            "steps",
-            "reference_update_tracker",
-            "scores",
-            "fitness",
-        ):
-            setattr(self, name, copy.copy(state[name]))
-        self.max_turns = self.max_turns or state["max_turns"]
-        self.running_returns = RunningReturns(
-            enabled=self.config.normalize_returns, **state["running_returns"]
-        )
-        if load_optimizer:
-            tensors = checkpoint.optimizer()
-            if tensors is None:
-                warnings.warn(
-                    f"{checkpoint.folder} holds no optimizer state; the optimizer starts fresh", stacklevel=2
-                )
-            self.optimizer.load_state(self._parameter_names(), tensors or {})
-        self._engine = None
+    # -- copies -------------------------------------------------------------------------------
 
     @classmethod
     def load(
@@ -623,40 +407,33 @@ class LLMPPO:
         agent.load_checkpoint(path, load_optimizer=(checkpoint.folder / "optimizer.safetensors").is_file())
         return agent
 
-    def clean_up(self) -> None:
-        """Drop model, optimizer and engine, so that their memory is free before another agent is made."""
-        self._engine = None
-        self.last_outcome = None
-        for name in ("model", "optimizer"):
-            self.__dict__.pop(name, None)
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+    def clone(self, index: int | None = None) -> Self:
+        """An independent copy: base model, adapters, optimizer, counters and settings."""
+        wrapped = copy.deepcopy(self.model.peft)
+        for module in wrapped.modules():
+            module.__dict__.pop("forward", None)  # the copied layers would still follow this agent's route
+        twin = type(self)(
+            self.pad_token_id,
+            self.pad_token,
+            actor_network=wrapped.unload(),
+            lora_config=self.model.peft.peft_config[ACTOR],
+            device=None,
+            seed=self.seed,
+            max_turns=self.max_turns,
+            index=self.index if index is None else index,
+            **self.config.model_dump(),
+            **self.sampling.model_dump(),
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_checkpoint(f"{folder}/state")
+            twin.load_checkpoint(f"{folder}/state", load_optimizer=True)
+        return twin
 
 
 def _peft_config(given: Any, base: Any) -> Any:
     if given is None or isinstance(given, LoraSection):
         return lora_config(given or LoraSection(), base)
     return copy.deepcopy(given)
-
-
-def _require_same_shapes(saved: Mapping[str, Tensor], live: Mapping[str, Tensor], where: Path) -> None:
-    for name, tensor in saved.items():
-        if name not in live or live[name].shape != tensor.shape:
-            here = f"has shape {list(live[name].shape)}" if name in live else "doesn't exist"
-            raise ConfigError(
-                f"{where} holds another base model: {name} has shape {list(tensor.shape)} there and {here} here"
-            )
-
-
-def _without_shared(tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
-    """Leave tied duplicates out; loading ties them again."""
-    tied = set(getattr(model, "_tied_weights_keys", None) or ())
-    return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if name not in tied or not model.config.tie_word_embeddings
-    }
 
 
 __all__ = ["LLMPPO", "ActionResult", "PPOConfig", "SamplingConfig"]
