@@ -89,11 +89,19 @@ def validate(file: Path) -> None:
 @main.command()
 @click.option("--out", type=FILE, help="File to write instead of printing.")
 @click.option("--markdown", is_flag=True, help="The reference of all keys as Markdown instead.")
-def schema(out: Path | None, markdown: bool) -> None:
+@click.option(
+    "--parameters", is_flag=True, help="The reference of `LLMPPO`'s parameters as Markdown instead."
+)
+def schema(out: Path | None, markdown: bool, parameters: bool) -> None:
     """JSON schema of experiment files, for editors and other programs."""
     from llmppo.schema import json_schema, key_reference
 
-    text = key_reference() if markdown else json_schema()
+    if parameters:
+        from llmppo.reference import parameter_reference
+
+        text = parameter_reference()
+    else:
+        text = key_reference() if markdown else json_schema()
     if out is None:
         click.echo(text, nl=False)
     else:
