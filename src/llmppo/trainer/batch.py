@@ -118,18 +118,25 @@ def build_batch(
         reward,
         torch.as_tensor(list(truncated), dtype=torch.bool),
         sampling if sampling_logprobs is not None else None,
-        _stack_supports(supports, mask) if supports is not None else None,
+        _stack_supports(episode_ids, supports, mask) if supports is not None else None,
         skipped,
     )
 
 
-def _stack_supports(supports: Sequence[np.ndarray | Tensor | None], mask: Tensor) -> Tensor:
+def _stack_supports(
+    episode_ids: Sequence[str], supports: Sequence[np.ndarray | Tensor | None], mask: Tensor
+) -> Tensor:
     rows = [None if row is None else torch.as_tensor(np.asarray(row), dtype=torch.long) for row in supports]
     size = max((row.shape[1] for row in rows if row is not None and row.ndim == 2), default=1)
     stacked = torch.full((*mask.shape, size), -1, dtype=torch.long)
-    for number, row in enumerate(rows):
-        if row is not None and len(row):
-            stacked[number, : row.shape[0], : row.shape[1]] = row
+    for number, (name, row) in enumerate(zip(episode_ids, rows, strict=True)):
+        if row is None:
+            continue
+        count = int(mask[number].sum())
+        if len(row) != count:
+            raise TrajectoryError(f"{name}: sampling supports of {len(row)} tokens, {count} were sampled")
+        if count:
+            stacked[number, :count, : row.shape[1]] = row
     return stacked
 
 
