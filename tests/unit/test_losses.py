@@ -286,6 +286,28 @@ def test_masked_slots_change_nothing(garbage, level):
         assert torch.equal(expected, dirty[name]), name
 
 
+@pytest.mark.parametrize("level", ["token", "turn", "trajectory"])
+def test_masked_slots_and_empty_rows_count_nowhere(level):
+    """A batch with padded columns and an empty row has the metrics of the same batch without them."""
+    generator = torch.Generator().manual_seed(1)
+    new, old, advantages = (torch.randn(2, 3, generator=generator) for _ in range(3))
+    turns = torch.tensor([[0, 0, 1], [0, 1, 1]])
+    found = []
+    for rows, columns in ((0, 0), (1, 2)):
+        padded = [torch.nn.functional.pad(x, (0, columns, 0, rows)) for x in (new, old, advantages, turns)]
+        mask = torch.nn.functional.pad(torch.ones(2, 3).bool(), (0, columns, 0, rows))
+        terms = losses.policy_loss(
+            *padded[:3], mask, padded[3], level=level, num_turns=2, pooling="mean", clip_low=0.2, clip_high=0.2,
+            dual_clip=None, weights=losses.unit_weights(mask, padded[3], level, 2, "sequence", 2.0),
+        )  # fmt: skip
+        found.append(terms.metrics | {"loss": terms.loss})
+    for name, value in found[0].items():
+        assert float(value) == pytest.approx(float(found[1][name]), rel=1e-6), name
+    units = {"token": (new - old).exp().sum(), "trajectory": (new - old).mean(1).exp().sum()}
+    if level in units:
+        assert float(found[1]["ratio_sum"]) == pytest.approx(float(units[level]), rel=1e-5)
+
+
 # -- fit of the critic ----------------------------------------------------------------------------
 
 

@@ -171,6 +171,8 @@ def test_shapes_that_do_not_fit_are_told():
         build_batch(["one"], [np.arange(3)], [np.array([0, 0, 0])], [[1.0]], [False])
     with pytest.raises(TrajectoryError, match="one: 2 turn ids for 3 tokens"):
         build_batch(["one"], [np.arange(3)], [np.array([-1, 0])], [[1.0]], [False])
+    with pytest.raises(TrajectoryError, match="row 0: sampling supports of 1 tokens, 5 were sampled"):
+        agent.learn((ids, [torch.ones(5)], torch.ones(1)), sampling_supports=[torch.tensor([[1, 2]])])
     assert agent.learn_steps == 0
 
 

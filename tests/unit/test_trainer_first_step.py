@@ -218,3 +218,49 @@ def test_engine_log_probs_are_the_trainers():
     assert metrics["rollout/logprob_gap_max"] < 1e-4
     assert metrics["rollout/engine_weight_mean"] == pytest.approx(1.0, abs=1e-4)
     assert metrics["rollout/engine_rows_skipped"] == 0
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize(
+    ("family", "tied"), [("gemma2", True), ("cohere", True), ("qwen2", True), ("llama", False)]
+)
+def test_recorded_log_probs_are_those_of_the_models_full_logits(family, tied, epochs):
+    """Soft-capped, scaled, tied and untied heads, at a temperature with a bias, packed into micro-batches."""
+    agent = tiny_agent(
+        **STILL, family=family, tied=tied, update_epochs=epochs, micro_batch_size_per_gpu=2, temperature=0.7,
+        logit_bias={5: 2.0},
+    )  # fmt: skip
+    batch = made_up_batch()
+    agent.learn(batch)
+    for row, ids in enumerate(batch.token_ids):
+        with torch.no_grad(), agent.select_adapter("actor"):
+            logits = agent.model.base(input_ids=ids[None]).logits[0, :-1] / 0.7
+        logits[:, 5] += 2.0
+        at = batch.positions[row][batch.mask[row]]
+        expected = logits.log_softmax(-1)[at].gather(1, ids[at + 1][:, None]).squeeze(1)
+        ours = agent.last_outcome.columns.old_logprobs[row][batch.mask[row]]
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_supports_apply_to_policy_old_policy_and_reference(epochs, log_ratios):
+    """Each token's candidates: its own and two others; a row without a list is over the whole vocabulary."""
+    agent = tiny_agent(**STILL, max_turns=1, update_epochs=epochs, beta=0.1, micro_batch_size_per_gpu=1)
+    ids = [torch.arange(2, 9), torch.arange(20, 26)]
+    masks = [torch.tensor([0, 0, 0, 1, 1, 1]).bool(), torch.tensor([0, 0, 0, 1, 1]).bool()]
+    supports = [torch.tensor([[6, 1, 2], [7, 3, -1], [8, -1, -1]]), None]
+    metrics = agent.learn((ids, masks, torch.tensor([1.0, 0.0])), sampling_supports=supports)
+    require_ratio_one(metrics, log_ratios)
+    columns = agent.last_outcome.columns
+    for adapter, ours in (("actor", columns.old_logprobs), ("reference", columns.ref_logprobs)):
+        with torch.no_grad(), agent.select_adapter(adapter):
+            logits = agent.model.base(input_ids=ids[0][None]).logits[0]
+        expected = [
+            logits[3, [6, 1, 2]].log_softmax(0)[0],
+            logits[4, [7, 3]].log_softmax(0)[0],
+            torch.tensor(0.0),
+        ]
+        torch.testing.assert_close(ours[0, :3], torch.stack(expected), rtol=1e-5, atol=1e-5)
+        with torch.no_grad(), agent.select_adapter(adapter):
+            free = agent.model.base(input_ids=ids[1][None]).logits[0].log_softmax(-1)
+        torch.testing.assert_close(ours[1, :2], torch.stack([free[3, 24], free[4, 25]]), rtol=1e-5, atol=1e-5)
