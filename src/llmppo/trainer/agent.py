@@ -352,6 +352,10 @@ class LLMPPO(AgentState):
                 if turn_ids is None
                 else torch.as_tensor(turn_ids[row]).reshape(-1)[: len(frame)]
             )
+            if len(labels) != len(frame) or bool((labels[frame] < 0).any()):
+                raise ConfigError(
+                    f"episode {row}: turn_ids needs a turn (0 or more) for each of the {int(frame.sum())} sampled tokens"
+                )
             ids.append(sequence)
             turns.append(torch.cat([torch.tensor([-1]), torch.where(frame, labels, -1)]))
         names = [f"row {row}" for row in range(len(ids))]

@@ -91,6 +91,8 @@ def build_batch(
         n = len(at)
         if n and int(at[0]) == 0:
             raise TrajectoryError(f"{name}: the first token can't be sampled, it has no prefix")
+        if bool((labels[at].diff() < 0).any()):
+            raise TrajectoryError(f"{name}: turn ids must not decrease along the transcript")
         if n and int(labels.max()) >= len(rewards[row]):
             raise TrajectoryError(
                 f"{name}: turn {int(labels.max())} has no reward ({len(rewards[row])} given)"
