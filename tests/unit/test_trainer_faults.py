@@ -171,11 +171,29 @@ def test_shapes_that_do_not_fit_are_told():
         build_batch(["one"], [np.arange(3)], [np.array([0, 0, 0])], [[1.0]], [False])
     with pytest.raises(TrajectoryError, match="one: 2 turn ids for 3 tokens"):
         build_batch(["one"], [np.arange(3)], [np.array([-1, 0])], [[1.0]], [False])
+    for labels in ([[0, 0, 0, -1, 0]], [[0, 0]]):
+        with pytest.raises(ConfigError, match="episode 0: turn_ids needs a turn"):
+            agent.learn((ids, [torch.ones(5)], torch.ones(1)), turn_ids=torch.tensor(labels))
+    with pytest.raises(TrajectoryError, match="one: turn ids must not decrease"):
+        build_batch(["one"], [np.arange(4)], [np.array([-1, 0, 1, 0])], [[1.0, 1.0]], [False])
     with pytest.raises(TrajectoryError, match="row 0: sampling supports of 1 tokens, 5 were sampled"):
         agent.learn((ids, [torch.ones(5)], torch.ones(1)), sampling_supports=[torch.tensor([[1, 2]])])
     assert agent.learn_steps == 0
 
 
+def test_turn_ids_may_label_tokens_outside_the_mask_and_be_padded():
+    """The spec's frame: labels of unsampled tokens don't count, and rows are padded to the longest."""
+    found = []
+    for labels in (torch.tensor([[-1, 0, 0, 1, -1, -1]]), torch.tensor([[0, 0, 0, 1, 1, -1]])):
+        agent = tiny_agent(**FAST, max_turns=2)
+        mask = torch.tensor([0, 1, 1, 1, 0]).bool()
+        agent.learn(([torch.arange(6)], [mask], torch.tensor([[1.0, 2.0]])), turn_ids=labels)
+        assert agent.last_outcome.batch.turns.tolist() == [[0, 0, 1]]
+        found.append(weights(agent))
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
+@pytest.mark.filterwarnings("ignore:learn step 0. the engine's log-probs differ")
 def test_rows_with_misaligned_engine_log_probs_are_counted_and_weigh_one():
     agent = tiny_agent(max_turns=1, lr_actor=0.0, lr_critic=0.0, vllm_importance_sampling_cap=2.0)
     ids, masks = [torch.arange(6)] * 3, [torch.tensor([0, 0, 0, 1, 1]).bool()] * 3
