@@ -13,7 +13,7 @@ from typing import Any
 from llmppo.config import LoraSection
 from llmppo.errors import ArtefactError
 from llmppo.files import MANIFEST, sha256_file, write_json
-from llmppo.stages.loading import new_agent, require_split
+from llmppo.stages.loading import import_model_libraries, new_agent, require_split
 from llmppo.trajectories.parquet import read_episodes
 
 
@@ -27,6 +27,7 @@ def run(
     rollouts: Sequence[Path] = (),
 ) -> str | None:
     """Train the critic on `rollouts`, one learn step per iteration number found in them."""
+    import_model_libraries()
     import torch
 
     from llmppo.trainer.aliases import ALIASES

@@ -14,7 +14,7 @@ from llmppo.config import EnvConfig, EvaluationConfig, SamplingConfig
 from llmppo.envs.loading import DATASET_FILES
 from llmppo.files import MANIFEST, sha256_file, write_json
 from llmppo.policies import resolve_policy
-from llmppo.stages.loading import is_stopped, load_actor, load_tokenizer
+from llmppo.stages.loading import import_model_libraries, is_stopped, load_actor, load_tokenizer
 from llmppo.trajectories.episode import Episode, EpisodeSpec
 from llmppo.trajectories.parquet import write_episodes
 
@@ -62,6 +62,7 @@ def run(
     """Evaluate `policy` in every configured decoding; writes `<decoding>.parquet` and `metrics.json` to `out`."""
     if is_stopped(policy) and (out.parent / resolve_policy(policy).name / "metrics.json").exists():
         return f"evaluation {iteration}: same as iteration {_copy_evaluation(policy, out, iteration)}"
+    import_model_libraries()
     import torch
 
     from llmppo.engines.actor import actor_engine

@@ -12,7 +12,7 @@ from typing import Any
 
 from llmppo.config import EnvConfig, RolloutConfig
 from llmppo.files import MANIFEST, sha256_file
-from llmppo.stages.loading import is_stopped, load_actor, load_tokenizer
+from llmppo.stages.loading import import_model_libraries, is_stopped, load_actor, load_tokenizer
 from llmppo.trajectories.episode import EpisodeSpec
 from llmppo.trajectories.parquet import write_episodes
 
@@ -35,9 +35,6 @@ def run(
     dataset: Path | None = None,
 ) -> str | None:
     """Sample shard `shard` with the policy (without one: the base model) and write `out`."""
-    import torch
-
-    torch.set_num_threads(settings["threads"])
     sampling = RolloutConfig.model_validate(settings["rollout"])
     metadata = {
         "stage": "rollout",
@@ -49,10 +46,14 @@ def run(
     if policy is not None and is_stopped(policy):
         write_episodes(out, [], metadata)
         return None
+    import_model_libraries()
+    import torch
+
     from llmppo.engines.actor import actor_engine
     from llmppo.envs.loading import harness_factory
     from llmppo.trajectories.collect import collect_episodes, rollout_metrics
 
+    torch.set_num_threads(settings["threads"])
     started = time.perf_counter()
     tokenizer = load_tokenizer(base)
     engine = actor_engine(load_actor(base, policy, settings["device"]), sampling, tokenizer)

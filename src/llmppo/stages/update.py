@@ -15,7 +15,7 @@ from llmppo.errors import ArtefactError
 from llmppo.files import MANIFEST, atomic_folder, read_json, sha256_file, write_json, write_manifest
 from llmppo.policies import STOPPED, Prunable, resolve_policy
 from llmppo.policies import prune as prune_policy
-from llmppo.stages.loading import is_stopped, new_agent, require_split, saved_lora
+from llmppo.stages.loading import import_model_libraries, is_stopped, new_agent, require_split, saved_lora
 from llmppo.trajectories.parquet import read_episodes, write_update_columns
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def run(
     """
     if is_stopped(policy) or _reached(settings, policy, evaluation):
         return _pass_on(policy, out, advantages, metrics, iteration)
+    import_model_libraries()
     import torch
 
     from llmppo.trainer.aliases import ALIASES
