@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,12 +19,7 @@ pytestmark = [pytest.mark.workflow, pytest.mark.slow]
 # Pages, cards and the tracker show times; the rest may not depend on when or where a stage ran.
 TIMED_FOLDERS = ("logs", "benchmarks", "report", "mlartifacts")
 TIMED_FILES = ("mlflow.db", "tracking.json", ".run.lock", "README.md")
-
-
-def write_config(folder: Path) -> None:
-    """The smoke experiment with three iterations."""
-    config = yaml.safe_load((REPOSITORY / "config" / "test" / "smoke.yaml").read_text())
-    (folder / "smoke.yaml").write_text(yaml.safe_dump({**config, "iterations": 3}))
+SMOKE = REPOSITORY / "config" / "test" / "smoke.yaml"  # three iterations
 
 
 def llmppo_run(folder: Path, cores: int) -> subprocess.Popen[str]:
@@ -63,7 +59,7 @@ def result_hashes(results: Path) -> dict[str, str]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run on two cores."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    write_config(folder)
+    shutil.copy(SMOKE, folder)
     child = llmppo_run(folder, cores=2)
     output, _ = child.communicate()
     assert child.returncode == 0, output
@@ -100,7 +96,7 @@ def test_the_chains_config_reproduces_it_alone(undisturbed: Path) -> None:
 def test_killed_in_the_middle_and_resumed_on_one_core_it_ends_with_the_same_bytes(
     undisturbed: Path, tmp_path: Path
 ) -> None:
-    write_config(tmp_path)
+    shutil.copy(SMOKE, tmp_path)
     killed = llmppo_run(tmp_path, cores=2)
     second_update = tmp_path / "results/smoke/main/seed-0/logs/update/0002.log"
     deadline = time.monotonic() + 600
@@ -128,7 +124,7 @@ def test_the_loop_in_one_process_gives_the_same_numbers(undisturbed: Path, tmp_p
     from llmppo.stages.loading import load_base, load_tokenizer
 
     torch.set_num_threads(1)
-    config = variant_config(load_experiment(REPOSITORY / "config" / "test" / "smoke.yaml"), "main")
+    config = variant_config(load_experiment(SMOKE), "main")
     (base,) = (undisturbed / "shared" / "base_model").iterdir()
     tokenizer = load_tokenizer(base)
     agent = LLMPPO(
