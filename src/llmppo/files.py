@@ -4,6 +4,7 @@ Everything is written under a temporary name in the same folder, fsynced and ren
 (or a folder with a `manifest.json`) that has its final name is complete.
 """
 
+import glob
 import hashlib
 import json
 import os
@@ -41,12 +42,22 @@ def _fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+def _temporary(target: Path) -> Path:
+    """A hidden name beside `target`, after removing what killed processes left under such names."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{target.name}.tmp"
+    for stale in target.parent.glob(f"{glob.escape(prefix)}*"):
+        owner = stale.name.removeprefix(prefix)
+        if owner.isdigit() and int(owner) != os.getpid() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(stale) if stale.is_dir() else stale.unlink(missing_ok=True)
+    return target.with_name(f"{prefix}{os.getpid()}")
+
+
 @contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on a clean exit it is fsynced and takes `path`'s name."""
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.tmp{os.getpid()}")
+    temporary = _temporary(target)
     try:
         yield temporary
         _fsync_path(temporary)
@@ -120,8 +131,7 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     A folder is valid only with its manifest, which callers write last (`write_manifest`).
     """
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.tmp{os.getpid()}")
+    temporary = _temporary(target)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
