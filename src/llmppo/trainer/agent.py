@@ -273,8 +273,6 @@ class LLMPPO(AgentState):
             if isinstance(experiences, UpdateBatch)
             else self._assemble(experiences, turn_ids, sampling_logps, sampling_supports)
         )
-        if self.max_turns is None:
-            self.max_turns = batch.rewards.shape[1]
         warmup = self.in_warmup
         kept = batch.mask.any(dim=1)
         empty = int((~kept).sum())
@@ -301,6 +299,8 @@ class LLMPPO(AgentState):
         return self._new_update(part, warmup=True).explained_variance() if len(part) else None
 
     def _new_update(self, batch: UpdateBatch, warmup: bool) -> Update:
+        if self.max_turns is None:
+            self.max_turns = batch.rewards.shape[1]
         config, sampling = self.config, self.sampling
         scorer = TokenScorer(
             self.model.head,
@@ -310,7 +310,6 @@ class LLMPPO(AgentState):
             reduce_in_fp32=config.cast_logprobs_to_fp32,
         )
         micro = config.micro_batch_size_per_gpu or config.mini_batch_size
-        assert self.max_turns is not None
         units = {
             "token": self.max_turns * (sampling.max_output_tokens or sampling.max_model_len),
             "turn": self.max_turns,
