@@ -13,6 +13,8 @@ from llmppo.trainer.batch import build_batch
 ROWS = [(2, 1), (3,), (1, 1, 1)]
 FAST = {"lr_actor": 1e-2, "lr_critic": 1e-2}
 
+pytestmark = pytest.mark.filterwarnings("ignore:learn step")  # made-up engine log-probs lie far off
+
 
 def unchanged(agent, before):
     after = weights(agent)
@@ -193,7 +195,6 @@ def test_turn_ids_may_label_tokens_outside_the_mask_and_be_padded():
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
 
 
-@pytest.mark.filterwarnings("ignore:learn step 0. the engine's log-probs differ")
 def test_rows_with_misaligned_engine_log_probs_are_counted_and_weigh_one():
     agent = tiny_agent(max_turns=1, lr_actor=0.0, lr_critic=0.0, vllm_importance_sampling_cap=2.0)
     ids, masks = [torch.arange(6)] * 3, [torch.tensor([0, 0, 0, 1, 1]).bool()] * 3
