@@ -14,6 +14,7 @@ rule base_model:
         LAYOUT.shared_benchmark("base_model", "{key}")
     conda:
         "../envs/llmppo.yaml"
+    priority: first
     threads: PLAN.resources("base_model").threads
     resources:
         mem_mb=PLAN.resources("base_model").mem_mb,

@@ -59,6 +59,16 @@ def code(stage):
     return lambda wildcards: PLAN.code(stage, wildcards.variant)
 
 
+def first(wildcards):
+    """Priority of what comes before a chain's first iteration."""
+    return PLAN.last + 1
+
+
+def keep_pace(wildcards):
+    """Priority of an iteration's jobs: chains that lag behind go first, so that none is left alone at the end."""
+    return max(PLAN.last - int(wildcards.iteration), 0)
+
+
 def input_folder(name):
     """Folder of the manifest that is input `name`."""
     return lambda wildcards, input: str(Path(input[name]).parent)

@@ -14,6 +14,7 @@ rule critic_warmup:
         LAYOUT.benchmark("critic_warmup", "{variant}", "{seed}", "critic_warmup")
     conda:
         "../envs/llmppo.yaml"
+    priority: first
     threads: PLAN.resources("critic_warmup").threads
     resources:
         mem_mb=PLAN.resources("critic_warmup").mem_mb,

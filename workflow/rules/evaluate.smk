@@ -18,6 +18,7 @@ rule evaluate:
         LAYOUT.log("evaluate", "{variant}", "{seed}", "{iteration}"),
     benchmark:
         LAYOUT.benchmark("evaluate", "{variant}", "{seed}", "{iteration}")
+    priority: keep_pace
     conda:
         "../envs/llmppo.yaml"
     threads: PLAN.resources("evaluate").threads

@@ -13,6 +13,7 @@ rule rollout:
         LAYOUT.log("rollout", "{variant}", "{seed}", "{iteration}-{shard}"),
     benchmark:
         LAYOUT.benchmark("rollout", "{variant}", "{seed}", "{iteration}-{shard}")
+    priority: keep_pace
     conda:
         "../envs/llmppo.yaml"
     threads: PLAN.resources("rollout").threads
@@ -46,6 +47,7 @@ rule warmup_rollout:
         LAYOUT.shared_benchmark("warmup_rollout", "{key}-{step}-{shard}")
     conda:
         "../envs/llmppo.yaml"
+    priority: first
     threads: PLAN.resources("rollout").threads
     resources:
         mem_mb=PLAN.resources("rollout").mem_mb,

@@ -22,6 +22,7 @@ rule update:
     # Policy 0 comes from the critic warm-up.
     wildcard_constraints:
         iteration=r"(?!0000)\d\d\d\d+",
+    priority: keep_pace
     conda:
         "../envs/llmppo.yaml"
     threads: PLAN.resources("update").threads
