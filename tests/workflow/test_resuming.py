@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -21,7 +22,7 @@ def llmppo_run(bench: Bench, *arguments: str, **env: str) -> subprocess.Popen[st
     )  # fmt: skip
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 180) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "nothing happened"
@@ -55,7 +56,7 @@ def test_kill_9_and_the_same_command(bench: Bench, finished: Bench) -> None:
     wait_for(metrics_file(bench, 1).exists)
     child.kill()
     child.wait()
-    wait_for(lambda: processes(bench) == [], 10)  # Snakemake and its stages died too
+    wait_for(lambda: processes(bench) == [], 60)  # Snakemake and its stages died too
     again = llmppo_run(bench, "--cores", "2")
     output, _ = again.communicate()
     assert again.returncode == 0
@@ -71,7 +72,7 @@ def test_kill_9_of_plain_snakemake_takes_its_stages_along(bench: Bench) -> None:
     wait_for(lambda: len(processes(bench)) > 1)
     child.kill()
     child.wait()
-    wait_for(lambda: processes(bench) == [], 10)
+    wait_for(lambda: processes(bench) == [], 60)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -81,7 +82,7 @@ def test_a_polite_signal_stops_and_the_same_command_goes_on(
     child = llmppo_run(bench, "--cores", "2", FAKE_STAGE_SECONDS="0.5")
     wait_for(metrics_file(bench, 1).exists)
     os.kill(child.pid, number)
-    _, errors = child.communicate(timeout=30)
+    _, errors = child.communicate(timeout=180)
     assert child.returncode == status
     assert "the same command goes on" in errors
     assert "failed" not in errors
@@ -111,10 +112,15 @@ def test_progress_without_a_terminal_is_one_line_an_iteration(bench: Bench) -> N
     output, errors = child.communicate()
     assert child.returncode == 0, errors
     lines = [line for line in errors.splitlines() if line.startswith("main seed 0: ")]
-    # The fake stages' reward is 1 - 1 / (2 + iteration).
-    assert lines[0] == "main seed 0: iteration 1/3, reward 0.67, success 0.67"
-    assert lines[1] == "main seed 0: iteration 2/3, reward 0.75, success 0.75, under 1 min left"
-    assert lines[2] == "main seed 0: iteration 3/3, reward 0.80, success 0.80"
+    # The fake stages' reward is 1 - 1 / (2 + iteration); the time left depends on the machine.
+    shown = [re.sub(r", (about|under) .* left$", "", line) for line in lines]
+    assert shown == [
+        "main seed 0: iteration 1/3, reward 0.67, success 0.67",
+        "main seed 0: iteration 2/3, reward 0.75, success 0.75",
+        "main seed 0: iteration 3/3, reward 0.80, success 0.80",
+    ]
+    assert lines[1] != shown[1]
+    assert lines[2] == shown[2]
     assert "mlflow ui --backend-store-uri sqlite:///results/mlflow.db" in output
     assert "results/tiny/main/seed-0/export" in output
     assert "results/tiny/report/figures/learning_curve.png" in output
