@@ -273,7 +273,7 @@ class PPOConfig(Section):
     )
     loss_normalization: Literal["token", "sequence", "constant"] = Field(
         "token",
-        description="Divide the loss sum by the units of the mini-batch, by episodes (each the mean of its units), or by `batch_size * max_turns`.",
+        description="Divide the loss sum by the units of the mini-batch, by episodes (each the mean of its units), or by the most units that its episodes could have.",
     )
     ent_coef: Rate = Field(0.0, description="Weight of the entropy bonus.")
     beta: Rate = Field(
