@@ -6,6 +6,7 @@ variant's overrides. `LLMPPO(...)` takes the fields of `PPOConfig` and `Sampling
 """
 
 import difflib
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -445,7 +446,7 @@ class ExperimentConfig(Section):
     )
     iterations: Positive = Field(20, description="PPO updates; raising it extends a finished run.")
     keep_every: Positive = Field(
-        10,
+        1,
         description="Adapters are kept every n-th iteration, where evaluated, and for the latest two; optimizer state for policy 0 and the latest two.",
     )
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where models run.")
@@ -605,5 +606,47 @@ def _check_combination(config: ExperimentConfig, source: str) -> None:
         faults.append(
             f"rollout.max_model_len: {config.rollout.max_model_len} exceeds base_model.max_positions ({config.base_model.max_positions})"
         )
+    if isinstance(config.base_model, TinyModelConfig):
+        heads, kv_heads, width = (
+            config.base_model.heads,
+            config.base_model.kv_heads,
+            config.base_model.hidden_size,
+        )
+        if width % heads or heads % kv_heads:
+            faults.append(
+                f"base_model.heads: {heads} must divide hidden_size ({width}) and be a multiple of kv_heads ({kv_heads})"
+            )
+    if config.dataset is not None:
+        for key in ("train", "eval"):
+            file = getattr(config.dataset, key)
+            if file is not None and not Path(file).is_file():
+                faults.append(f"dataset.{key}: there is no file {file}")
+    for key, callable_name in _callables(config):
+        module, _, name = callable_name.partition(":")
+        if not module or not name:
+            faults.append(
+                f"{key}: {callable_name!r} is not of the form `module:name`, such as `my_task:MyEnv`"
+            )
+        elif not _module_exists(module):
+            faults.append(
+                f"{key}: no module `{module}`; put {module.replace('.', '/')}.py into {Path.cwd()} or on PYTHONPATH"
+            )
     if faults:
         raise ConfigError(f"{source}:\n" + "\n".join(f"  {fault}" for fault in faults))
+
+
+def _callables(config: ExperimentConfig) -> list[tuple[str, str]]:
+    """Keys that hold a `module:name`, with their values."""
+    found = [("env.factory", config.env.factory)]
+    if config.dataset is not None and config.dataset.generator is not None:
+        found.append(("dataset.generator", config.dataset.generator))
+    if isinstance(config.base_model, TinyModelConfig) and config.base_model.warm_start is not None:
+        found.append(("base_model.warm_start.dialogues", config.base_model.warm_start.dialogues))
+    return found
+
+
+def _module_exists(name: str) -> bool:
+    """Whether a module can be found, without importing it: beside the config's working directory or installed."""
+    top = name.partition(".")[0]
+    here = Path(top)
+    return here.with_suffix(".py").is_file() or here.is_dir() or importlib.util.find_spec(top) is not None

@@ -117,7 +117,13 @@ def check_manifest(
             raise ArtefactError(
                 f"{path} is missing although {root / MANIFEST} lists it; delete {root} and run the same command"
             )
-        if path.stat().st_size != entry["bytes"] or sha256_file(path) != entry["sha256"]:
+        try:
+            same = path.stat().st_size == entry["bytes"] and sha256_file(path) == entry["sha256"]
+        except FileNotFoundError:
+            if allow_missing(name):  # pruned while it was being read
+                continue
+            raise
+        if not same:
             raise ArtefactError(
                 f"{path} differs from its manifest (damaged or edited); delete {root} and run the same command"
             )

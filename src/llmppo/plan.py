@@ -22,6 +22,7 @@ from llmppo.config import (
 from llmppo.errors import ConfigError
 from llmppo.files import canonical_json, digest
 from llmppo.layout import Layout
+from llmppo.ownership import near
 from llmppo.stage_settings import STAGES, chain_config, resources_of, stage_settings
 
 __all__ = ["Plan", "stage_settings"]
@@ -45,7 +46,7 @@ class Plan:
                 f"name: `{experiment.name}` is a folder of its own below `results`; choose another name"
             )
         self.experiment = experiment
-        self.layout = Layout(experiment.results.rstrip("/") or "/", experiment.name)
+        self.layout = Layout(near(experiment.results), experiment.name)
         self.variants = {name: variant_config(experiment, name) for name in experiment.variants}
         self.chains = [(variant, seed) for variant in self.variants for seed in experiment.seeds]
         self.last = experiment.iterations

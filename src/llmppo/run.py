@@ -4,18 +4,15 @@ After any kind of death the same command goes on: the kernel drops the lock and 
 Snakemake redoes only what is incomplete.
 """
 
-import fcntl
-import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +23,7 @@ import yaml
 from llmppo.config import merge, parse_experiment, read_values
 from llmppo.errors import ConfigError, LlmppoError
 from llmppo.files import write_text
+from llmppo.ownership import HELD, check_home, hold, refusal, settle
 from llmppo.plan import Plan
 from llmppo.process import die_with, prefer_own_commands
 from llmppo.progress import Progress, display
@@ -72,38 +70,6 @@ def find_snakefile() -> Path:
         if (folder / "Snakefile").is_file():
             return folder / "Snakefile"
     raise LlmppoError("there is no Snakefile here; run this in a clone of the repository")
-
-
-@contextmanager
-def hold(path: Path) -> Iterator[int | None]:
-    """Hold the kernel's lock on a results folder: its descriptor, or None where another run has it."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - closed below
-    except OSError as error:
-        raise LlmppoError(
-            f"{path.parent} can't be written ({error.strerror}); choose another folder with --results"
-        ) from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield None
-            return
-        lock.truncate(0)
-        lock.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}))
-        lock.flush()
-        yield lock.fileno()
-
-
-def holder(path: Path) -> str:
-    """Who holds a lock, in words."""
-    try:
-        owner = json.loads(path.read_text(encoding="utf-8"))
-        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(owner["since"]))
-        return f"process {owner['pid']} on {owner['host']}, since {since}"
-    except (ValueError, KeyError, TypeError):
-        return "a run that is just starting"
 
 
 def profile_arguments(snakefile: Path) -> list[str]:
@@ -204,6 +170,7 @@ def run_experiment(
     values, plan = configure(config, results, changes)
     snakefile = find_snakefile()
     command = [sys.executable, "-m", "snakemake", "--snakefile", str(snakefile), "--cores", cores]
+    check_home(plan.layout.results)
     folder = Path(plan.layout.root) / "logs"
     stamp = time.strftime("%Y%m%d-%H%M%S")
     copy = folder / f"snakemake-{stamp}.yaml"
@@ -214,11 +181,10 @@ def run_experiment(
             return subprocess.call([*command, "--nolock", "--configfile", file.name, *snakemake_args])
     with hold(Path(plan.layout.lock)) as lock:
         if lock is None:
-            _say(
-                f"llmppo run: {plan.experiment.results} is in use by {holder(Path(plan.layout.lock))}; "
-                "wait for it, stop it, or choose another folder with --results"
-            )
+            _say(f"llmppo run: {refusal(plan.experiment.results, plan.layout.lock)}")
             return REFUSED
+        settle(plan.layout.results)
+        os.environ[HELD] = plan.layout.lock
         write_text(copy, yaml.safe_dump(values, sort_keys=False))
         log = copy.with_suffix(".log")
         _say(f"{plan.summary()}\nSnakemake's log: {log}")

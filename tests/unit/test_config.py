@@ -144,3 +144,23 @@ def test_every_key_has_a_meaning_in_the_reference() -> None:
     lines = [line for line in key_reference().splitlines() if line.startswith("| `")]
     bare = [line.split("`")[1] for line in lines if line.split("|")[4].strip() == ""]
     assert set(bare) <= {"kind"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"env": {"factory": "llmppo.envs.guess_number.GuessNumber"}},
+            "env.factory: .*is not of the form `module:name`",
+        ),
+        ({"env": {"factory": "no_such_module:Task"}}, "env.factory: no module `no_such_module`"),
+        (
+            {"dataset": {"train": "absent.jsonl", "eval": "absent.jsonl"}},
+            "dataset.train: there is no file absent.jsonl",
+        ),
+        ({"base_model": {"kind": "tiny", "heads": 3}}, r"base_model.heads: 3 must divide hidden_size \(96\)"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_runs(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_experiment({"name": "x", "base_model": {"kind": "tiny"}, **changes})

@@ -143,7 +143,10 @@ def test_targets_are_report_exports_and_tracking() -> None:
     assert not any("tracking" in target for target in untracked)
 
 
-def test_a_dataset_is_an_input_of_its_own(tmp_path: Any) -> None:
+def test_a_dataset_is_an_input_of_its_own(tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.jsonl", "eval.jsonl"):
+        (tmp_path / name).touch()
     files = {"train": "train.jsonl", "eval": "eval.jsonl"}
     with_rows = plan(dataset=files)
     assert with_rows.dataset_sources("main") == ["train.jsonl", "eval.jsonl"]

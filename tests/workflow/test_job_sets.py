@@ -121,7 +121,7 @@ def test_another_tracker_reruns_only_tracking(finished: Bench) -> None:
     [
         {"resources": {"update": {"mem_mb": 9000, "runtime": 7}}},
         {"tracking": {"mlflow": False}},
-        {"keep_every": 1},
+        {"keep_every": 3},
     ],
     ids=["memory and time", "no tracker", "other policies kept"],
 )

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.workflow, pytest.mark.slow]
 
 # Pages, cards and the tracker show times; the rest may not depend on when or where a stage ran.
 TIMED_FOLDERS = ("logs", "benchmarks", "report", "mlartifacts")
-TIMED_FILES = ("mlflow.db", "tracking.json", ".run.lock", "README.md")
+TIMED_FILES = ("mlflow.db", "tracking.json", ".run.lock", ".home.json", "README.md")
 SMOKE = REPOSITORY / "config" / "test" / "smoke.yaml"  # three iterations
 
 

@@ -86,7 +86,11 @@ class Bench:
         found = {}
         for path in sorted(self.results.rglob("*")):
             name = str(path.relative_to(self.results))
-            timed = "/logs/" in name or "/benchmarks/" in name or path.name in ("metrics.json", ".run.lock")
+            timed = (
+                "/logs/" in name
+                or "/benchmarks/" in name
+                or path.name in ("metrics.json", ".run.lock", ".home.json")
+            )
             if path.is_file() and not timed and path.name != ".snakemake_timestamp":
                 found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
         return found

@@ -12,9 +12,9 @@ rule base_model:
         LAYOUT.shared_log("base_model", "{key}"),
     benchmark:
         LAYOUT.shared_benchmark("base_model", "{key}")
+    priority: first
     conda:
         "../envs/llmppo.yaml"
-    priority: first
     threads: PLAN.resources("base_model").threads
     resources:
         mem_mb=PLAN.resources("base_model").mem_mb,

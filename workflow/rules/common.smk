@@ -10,6 +10,7 @@ from pathlib import Path
 
 from llmppo.config import parse_experiment
 from llmppo.errors import LlmppoError
+from llmppo.ownership import check_home, hold_for_good
 from llmppo.plan import Plan
 from llmppo.process import PARENT, prefer_own_commands, thread_environment
 
@@ -17,11 +18,22 @@ try:
     PLAN = Plan(
         parse_experiment(config, ", ".join(map(str, workflow.configfiles)) or "config")
     )
+    check_home(PLAN.layout.results)
 except LlmppoError as error:
     # An exception would be shown with a trace, which says nothing to who mistyped a key.
     sys.exit(f"Error in {error}")
 
 LAYOUT = PLAN.layout
+
+LOCK = None
+
+
+onstart:
+    try:
+        LOCK = hold_for_good(LAYOUT.lock, LAYOUT.results)
+    except LlmppoError as error:
+        sys.exit(f"Error: {error}")
+
 
 # The rules call `llmppo` from the environment that runs Snakemake, whether or not it is activated.
 prefer_own_commands()

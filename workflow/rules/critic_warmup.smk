@@ -12,9 +12,9 @@ rule critic_warmup:
         LAYOUT.log("critic_warmup", "{variant}", "{seed}", "critic_warmup"),
     benchmark:
         LAYOUT.benchmark("critic_warmup", "{variant}", "{seed}", "critic_warmup")
+    priority: first
     conda:
         "../envs/llmppo.yaml"
-    priority: first
     threads: PLAN.resources("critic_warmup").threads
     resources:
         mem_mb=PLAN.resources("critic_warmup").mem_mb,

@@ -45,9 +45,9 @@ rule warmup_rollout:
         LAYOUT.shared_log("warmup_rollout", "{key}-{step}-{shard}"),
     benchmark:
         LAYOUT.shared_benchmark("warmup_rollout", "{key}-{step}-{shard}")
+    priority: first
     conda:
         "../envs/llmppo.yaml"
-    priority: first
     threads: PLAN.resources("rollout").threads
     resources:
         mem_mb=PLAN.resources("rollout").mem_mb,

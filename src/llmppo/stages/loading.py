@@ -38,15 +38,21 @@ def import_model_libraries() -> None:
 def load_base(base: Path, device: str = "cpu") -> Any:
     """The frozen base model of a `base_model` folder, in the data type it was written in."""
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda, but this machine's PyTorch sees no GPU; set `device: cpu`")
     manifest = read_json(base / MANIFEST)
     trust = bool(manifest.get("trust_remote_code", False))
-    model = AutoModelForCausalLM.from_pretrained(
-        base, dtype="auto", local_files_only=True, trust_remote_code=trust
-    )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            base, dtype="auto", local_files_only=True, trust_remote_code=trust
+        )
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ArtefactError(
+            f"{base} can't be loaded ({error}); delete it and run the same command"
+        ) from error
     return model.to(device).eval()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmppo.config import EnvConfig, RolloutConfig
+from llmppo.errors import ConfigError
 from llmppo.files import MANIFEST, sha256_file
 from llmppo.stages.loading import import_model_libraries, is_stopped, load_actor, load_tokenizer
 from llmppo.trajectories.episode import EpisodeSpec
@@ -77,12 +78,20 @@ def run(
     episodes = collect_episodes(
         make_harness, engine, specs, batch_size=settings["batch_size"], progress=progress
     )
+    if all(not episode.turns for episode in episodes):
+        longest = max(len(episode.token_ids) for episode in episodes)
+        raise ConfigError(
+            f"rollout.max_model_len: every prompt fills it (the longest has {longest} tokens, the limit is {sampling.max_model_len}); "
+            "raise it or shorten the environment's texts"
+        )
     write_episodes(out, episodes, metadata)
     metrics = rollout_metrics(episodes)
+    overlong = int(metrics["rollout/overlong_prompts"])
     name = f"rollout {split} {iteration}" + (
         f".{shard}" if settings["batch_size"] > sampling.shard_size else ""
     )
     return (
         f"{name} (seed {seed}): reward {metrics['rollout/reward_mean']:.3f}, success {metrics['rollout/success_rate']:.2f}, "
         f"{len(episodes)} episodes in {time.perf_counter() - started:.1f} s"
+        + (f"; {overlong} prompts exceed rollout.max_model_len" if overlong else "")
     )

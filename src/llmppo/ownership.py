@@ -1,0 +1,101 @@
+"""Who may write to a results folder: one run at a time, and from one working directory.
+
+Snakemake remembers what made a file in `.snakemake` of its working directory, by the path as it was given.
+From elsewhere it would take files of other settings for finished. So a results folder names its home, and
+paths to it are spelled one way (`near`). The kernel drops the lock of a run that dies.
+"""
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from llmppo.errors import LlmppoError
+from llmppo.files import read_json, write_json
+
+HELD = "LLMPPO_HOLDS"  # the lock that a parent process holds for this one
+HOME = ".home.json"
+
+
+def near(path: str) -> str:
+    """One spelling of a path: relative below the working directory, else absolute."""
+    absolute = os.path.abspath(os.path.expanduser(path))
+    relative = os.path.relpath(absolute)
+    return absolute if relative.startswith("..") else relative
+
+
+def check_home(results: str) -> None:
+    """Raise LlmppoError when the results were made from another working directory."""
+    file = Path(results) / HOME
+    if not file.is_file():
+        return
+    home = read_json(file)["directory"]
+    if home != os.getcwd():
+        raise LlmppoError(
+            f"{results} was made from {home}: go on there, or choose another results folder. From here, changed settings "
+            f"would go unnoticed. (Moved or copied results: delete {file}; what exists then counts as up to date)"
+        )
+
+
+def settle(results: str) -> None:
+    """Make the working directory the home of a results folder."""
+    write_json(Path(results) / HOME, {"directory": os.getcwd()})
+
+
+def _open(path: Path) -> IO[str]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open(path, "a+", encoding="utf-8")
+    except OSError as error:
+        raise LlmppoError(
+            f"{path.parent} can't be written ({error.strerror}); choose another folder with --results"
+        ) from None
+
+
+def _lock(handle: IO[str]) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    handle.truncate(0)
+    handle.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}))
+    handle.flush()
+    return True
+
+
+@contextmanager
+def hold(path: Path) -> Iterator[int | None]:
+    """Hold the kernel's lock on a results folder: its descriptor, or None where another run has it."""
+    with _open(path) as lock:
+        yield lock.fileno() if _lock(lock) else None
+
+
+def hold_for_good(path: str, results: str) -> IO[str] | None:
+    """Hold the lock as long as this process lives; None where a parent holds it. Raises LlmppoError."""
+    if os.environ.get(HELD) == path:
+        return None
+    lock = _open(Path(path))
+    if not _lock(lock):
+        raise LlmppoError(refusal(results, path))
+    settle(results)
+    return lock
+
+
+def refusal(results: str, path: str) -> str:
+    """Why a results folder can't be used, and the way out."""
+    return f"{results} is in use by {holder(Path(path))}; wait for it, stop it, or choose another folder (--results, or --config results=DIR)"
+
+
+def holder(path: Path) -> str:
+    """Who holds a lock, in words."""
+    try:
+        owner = json.loads(path.read_text(encoding="utf-8"))
+        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(owner["since"]))
+        return f"process {owner['pid']} on {owner['host']}, since {since}"
+    except (ValueError, KeyError, TypeError):
+        return "a run that is just starting"

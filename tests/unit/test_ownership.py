@@ -1,0 +1,47 @@
+"""A results folder belongs to one run at a time, and to the directory that knows how it was made."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from llmppo.errors import LlmppoError
+from llmppo.ownership import HELD, check_home, hold, hold_for_good, near, settle
+
+
+def test_a_path_has_one_spelling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert {near(path) for path in ("results", "./results/", str(tmp_path / "results"), "a/../results")} == {
+        "results"
+    }
+    assert near("../elsewhere") == str(tmp_path.parent / "elsewhere")
+
+
+def test_results_are_not_continued_from_another_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    check_home("results")
+    settle("results")
+    check_home("results")
+    monkeypatch.chdir(tmp_path / "b")
+    with pytest.raises(LlmppoError, match=r"was made from .*/a"):
+        check_home(str(tmp_path / "a" / "results"))
+
+
+def test_a_second_holder_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = tmp_path / "results" / ".run.lock"
+    with hold(lock) as descriptor:
+        assert descriptor is not None
+        with pytest.raises(LlmppoError, match=f"process {os.getpid()} on"):
+            hold_for_good(str(lock), str(lock.parent))
+        monkeypatch.setenv(HELD, str(lock))  # a child of the holder
+        assert hold_for_good(str(lock), str(lock.parent)) is None
+    monkeypatch.delenv(HELD)
+    kept = hold_for_good(str(lock), str(lock.parent))
+    assert kept is not None
+    assert json.loads((lock.parent / ".home.json").read_text()) == {"directory": os.getcwd()}
+    kept.close()
