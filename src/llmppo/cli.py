@@ -3,6 +3,7 @@
 Argument parsing only. Every command imports what it needs when it is called, so that `--help` is instant.
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import click
 from llmppo import __version__
 from llmppo.errors import LlmppoError
 from llmppo.stage_command import FILE, FOLDER, NO_SETTINGS, option, stage_command
+from llmppo.worker.client import OFF, WORKER
 
 
 class Commands(click.Group):
@@ -49,9 +51,19 @@ def main() -> None:
     metavar="KEY=VALUE",
     help="Change a config key, such as `--set ppo.clip_coef=0.1`; the value is YAML. Repeatable.",
 )
+@click.option(
+    "--worker/--no-worker",
+    default=True,
+    help="Fork stages from one process that has libraries and base models loaded, or start each cold. Same results.",
+)
 @click.argument("snakemake_args", nargs=-1, type=click.UNPROCESSED)
 def run(
-    config: Path, results: Path | None, cores: str, changes: tuple[str, ...], snakemake_args: tuple[str, ...]
+    config: Path,
+    results: Path | None,
+    cores: str,
+    changes: tuple[str, ...],
+    worker: bool,
+    snakemake_args: tuple[str, ...],
 ) -> None:
     """Run an experiment, or go on with it.
 
@@ -61,6 +73,8 @@ def run(
     """
     from llmppo.run import run_experiment
 
+    if not worker:
+        os.environ[WORKER] = OFF
     sys.exit(run_experiment(config, results, cores, changes, snakemake_args))
 
 

@@ -45,6 +45,10 @@ class Layout:
         """The learning curve; the report's other figures lie beside it."""
         return f"{self.root}/report/figures/learning_curve.png"
 
+    @property
+    def worker_log(self) -> str:
+        return f"{self.root}/logs/worker.log"
+
     # Shared by every variant, seed and experiment that agrees on what they depend on.
 
     def base_model(self, key: str) -> str:

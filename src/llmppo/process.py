@@ -49,11 +49,16 @@ def die_with(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_with_workflow() -> None:
-    """As a job of a rule: die with the Snakemake process that the rule names. By hand: nothing."""
+def die_with_workflow() -> int | None:
+    """As a job of a rule: die with the Snakemake process that the rule names, and return its id.
+
+    By hand: nothing.
+    """
     parent = os.environ.pop(PARENT, None)
-    if parent is not None:
-        die_with(int(parent))
+    if parent is None:
+        return None
+    die_with(int(parent))
+    return int(parent)
 
 
 def redirect_output(log: Path) -> TextIO:

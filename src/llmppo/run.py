@@ -4,6 +4,7 @@ After any kind of death the same command goes on: the kernel drops the lock and 
 Snakemake redoes only what is incomplete.
 """
 
+import math
 import os
 import shlex
 import signal
@@ -31,6 +32,7 @@ from llmppo.snakelog import SnakemakeLog
 
 REFUSED = 73  # sysexits' EX_CANTCREAT: another run holds the results
 POLL_S = 0.5
+GRACE_S = 5  # from a signal to the kill
 TAIL_LINES = 30
 DRY_RUN = frozenset(("-n", "-np", "--dry-run", "--dryrun"))
 PROFILE = Path("profiles/default/profile.yaml")
@@ -86,6 +88,37 @@ def profile_arguments(snakefile: Path) -> list[str]:
     return arguments
 
 
+class Stop:
+    """What a signal to `llmppo run` does: Snakemake and its stages are interrupted, then killed if they linger.
+
+    Every signal interrupts: Snakemake's own handling of SIGTERM can deadlock (its handler takes a lock that the
+    interrupted thread may hold), and a cluster that sends SIGTERM kills soon after. Nothing half-written has its
+    final name, so what is lost is the stages at work.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+
+    def __init__(self, group: int) -> None:
+        self.group = group  # the process group of Snakemake and its stages
+        self.received: int | None = None  # the first signal
+        self.deadline = math.inf
+
+    def __call__(self, number: int, frame: object) -> None:
+        if self.received is None:
+            _say("\nstopping; the same command goes on from here")
+            self.received = number
+            self.deadline = time.monotonic() + GRACE_S
+        self.send(signal.SIGINT)
+
+    def send(self, number: int) -> None:
+        with suppress(ProcessLookupError):  # it just ended
+            os.killpg(self.group, number)
+
+    def enforce(self) -> None:
+        if time.monotonic() > self.deadline:
+            self.send(signal.SIGKILL)
+
+
 def follow(command: list[str], plan: Plan, log: Path, lock: int) -> tuple[int, SnakemakeLog]:
     """Run Snakemake to its end, showing progress and passing signals on; its exit status and its log.
 
@@ -93,7 +126,6 @@ def follow(command: list[str], plan: Plan, log: Path, lock: int) -> tuple[int, S
     """
     reader = SnakemakeLog(log)
     progress = Progress(plan, reader)
-    received: list[int] = []
     with open(log, "wb") as output:
         child = subprocess.Popen(
             command,
@@ -106,19 +138,8 @@ def follow(command: list[str], plan: Plan, log: Path, lock: int) -> tuple[int, S
             pass_fds=[lock],
             preexec_fn=partial(die_with, os.getpid()),
         )
-
-    def pass_on(number: int, frame: object) -> None:
-        received.append(number)
-        with suppress(ProcessLookupError):  # it just ended
-            if number == signal.SIGTERM:
-                _say("\nfinishing the stages at work, then stopping; the same command goes on from here")
-                child.send_signal(number)
-            else:
-                _say("\nstopping; the same command goes on from here")
-                os.killpg(child.pid, signal.SIGINT)
-
-    signals = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
-    previous = {number: signal.signal(number, pass_on) for number in signals}
+    stop = Stop(child.pid)
+    previous = {number: signal.signal(number, stop) for number in Stop.SIGNALS}
     try:
         with display(progress) as shown:
             while True:
@@ -126,12 +147,13 @@ def follow(command: list[str], plan: Plan, log: Path, lock: int) -> tuple[int, S
                     status = child.wait(timeout=POLL_S)
                     break
                 except subprocess.TimeoutExpired:
+                    stop.enforce()
                     shown.update()
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    if status and received:
-        status = -received[0]
+    if status and stop.received is not None:
+        status = -stop.received
         reader.failed.clear()  # stopped, not failed
     return (status if status >= 0 else 128 - status), reader
 

@@ -6,6 +6,7 @@
 
 import json
 import os
+import resource
 import sys
 import traceback
 from importlib import import_module
@@ -15,7 +16,9 @@ from typing import Any, TextIO
 import click
 
 from llmppo.errors import ConfigError, LlmppoError
+from llmppo.files import write_json
 from llmppo.process import die_with_workflow, redirect_output, thread_environment
+from llmppo.worker.client import delegate, offered
 
 FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
@@ -69,8 +72,12 @@ def _say(text: str, terminal: TextIO | None) -> None:
 def run_stage(
     stage: str, settings: str, variant: str | None, log: Path | None, options: dict[str, Any]
 ) -> int:
-    """Run one stage in this process and return its exit status."""
-    die_with_workflow()
+    """Run one stage, in this process or in a child of the workflow's worker; returns its exit status."""
+    workflow = die_with_workflow()
+    if workflow is not None and offered(stage, settings):
+        status = delegate(workflow, options.get("base"), sys.argv[1:])
+        if status is not None:
+            return status
     terminal = redirect_output(log) if log else None
     name = f"llmppo {stage.replace('_', '-')}"
     try:
@@ -92,7 +99,15 @@ def run_stage(
         return 1
     if summary:
         _say(summary, terminal)
+    if log is not None:
+        _write_usage(log.with_suffix(".json"))
     return 0
+
+
+def _write_usage(path: Path) -> None:
+    """CPU seconds and peak memory of this process, beside its log, for the report."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    write_json(path, {"cpu_s": usage.ru_utime + usage.ru_stime, "peak_memory_mb": usage.ru_maxrss / 1024})
 
 
 def stage_command(

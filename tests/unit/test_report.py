@@ -16,7 +16,7 @@ from llmppo.reporting.checks import run_checks
 from llmppo.reporting.results import Chain, Record, load_chain
 from llmppo.reporting.summary import mean_series, settled, success_curve, summarize
 from llmppo.reporting.theme import inline_svg
-from llmppo.reporting.timing import read_benchmarks, stage_minutes
+from llmppo.reporting.timing import read_benchmarks, stage_minutes, stage_times
 from llmppo.reporting.transcripts import pick, printable, validity
 from llmppo.stages import report
 from llmppo.testing.results import compare_config, game_config, made_up_episode, write_results
@@ -166,6 +166,18 @@ def test_benchmarks_are_told_apart_by_their_path(tmp_path: Path) -> None:
         "rollout": {"s": 2.5, "cpu_time": 2.0},
         "update": {"s": 4.0, "max_rss": 300.0},
     }
+
+
+def test_cpu_time_and_memory_come_from_the_usage_files(tmp_path: Path) -> None:
+    benchmark = tmp_path / "benchmarks" / "update" / "0001.tsv"
+    benchmark.parent.mkdir(parents=True)
+    benchmark.write_text("s\th:m:s\tmax_rss\tcpu_time\n4\t0:00:04\t20\t0.1\n")  # a worker's client
+    usage = tmp_path / "logs" / "update" / "0001.json"
+    usage.parent.mkdir(parents=True)
+    usage.write_text('{"cpu_s": 3.5, "peak_memory_mb": 512.0}')
+    (times,) = stage_times([], [tmp_path])
+    assert (times.stage, times.job_seconds, times.cpu_seconds) == ("update", [4.0], [3.5])
+    assert times.memory_mb == [512.0]
 
 
 def test_time_is_that_of_whole_jobs_only_where_every_chain_kept_it(tmp_path: Path) -> None:

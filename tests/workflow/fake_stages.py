@@ -2,11 +2,13 @@
 
 A fake stage writes its declared outputs within milliseconds. Their content is a hash of its settings and of
 the content of its inputs, so that equal hashes at the end mean an equal history. `FAKE_STAGE_SECONDS`
-makes stages slow, `FAKE_STAGE_FAILS=update:2` lets iteration 2's update fail.
+makes stages slow, `FAKE_STAGE_DEAF=1` lets them ignore an interrupt, `FAKE_STAGE_FAILS=update:2` lets
+iteration 2's update fail.
 """
 
 import json
 import os
+import signal
 import sys
 import time
 import types
@@ -38,6 +40,8 @@ def content(value: Any) -> Any:
 
 def fake_run(stage: str, settings: dict[str, Any], **options: Any) -> str:
     print(f"fake {stage} with {sorted(options)}", flush=True)
+    if os.environ.get("FAKE_STAGE_DEAF"):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     time.sleep(float(os.environ.get("FAKE_STAGE_SECONDS", "0")))
     iteration = options.get("iteration")
     if os.environ.get("FAKE_STAGE_FAILS") == f"{stage}:{iteration}":

@@ -1,4 +1,7 @@
-"""The whole pipeline with its real stages: killed in the middle and resumed, it ends with the same bytes."""
+"""The whole pipeline with its real stages: killed in the middle and resumed, it ends with the same bytes.
+
+The undisturbed run forks its stages from a worker; the resumed one starts them cold.
+"""
 
 import hashlib
 import json
@@ -22,9 +25,12 @@ TIMED_FILES = ("mlflow.db", "tracking.json", ".run.lock", ".home.json", "README.
 SMOKE = REPOSITORY / "config" / "test" / "smoke.yaml"  # three iterations
 
 
-def llmppo_run(folder: Path, cores: int) -> subprocess.Popen[str]:
+def llmppo_run(folder: Path, cores: int, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [str(Path(sys.executable).with_name("llmppo")), "run", "--config", "smoke.yaml", "--cores", str(cores)],
+        [
+            str(Path(sys.executable).with_name("llmppo")), "run", "--config", "smoke.yaml",
+            "--cores", str(cores), *options,
+        ],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
@@ -64,6 +70,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output, _ = child.communicate()
     assert child.returncode == 0, output
     assert "main seed 0: iteration 3/3, reward " in output
+    assert "update in process" in (folder / "results/smoke/logs/worker.log").read_text()
     return folder / "results"
 
 
@@ -93,7 +100,7 @@ def test_the_chains_config_reproduces_it_alone(undisturbed: Path) -> None:
     assert (config["seeds"], config["variants"], config["iterations"]) == ([0], {"main": {}}, 3)
 
 
-def test_killed_in_the_middle_and_resumed_on_one_core_it_ends_with_the_same_bytes(
+def test_killed_in_the_middle_and_resumed_cold_on_one_core_it_ends_with_the_same_bytes(
     undisturbed: Path, tmp_path: Path
 ) -> None:
     shutil.copy(SMOKE, tmp_path)
@@ -108,7 +115,7 @@ def test_killed_in_the_middle_and_resumed_on_one_core_it_ends_with_the_same_byte
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     assert not (tmp_path / "results/smoke/report").exists()
-    resumed = llmppo_run(tmp_path, cores=1)
+    resumed = llmppo_run(tmp_path, 1, "--no-worker")
     output, _ = resumed.communicate()
     assert resumed.returncode == 0, output
     assert "iteration 1/3" not in output  # what was finished stays

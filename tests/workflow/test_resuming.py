@@ -91,6 +91,21 @@ def test_a_polite_signal_stops_and_the_same_command_goes_on(
     assert bench.hashes() == finished.hashes()
 
 
+def test_stages_that_do_not_listen_are_killed_within_ten_seconds(bench: Bench, finished: Bench) -> None:
+    child = llmppo_run(bench, "--cores", "2", FAKE_STAGE_SECONDS="300", FAKE_STAGE_DEAF="1")
+    log = bench.results / "tiny/logs"
+    wait_for(lambda: any("Execute" in file.read_text() for file in log.glob("snakemake-*.log")))
+    time.sleep(2)  # the stages have started
+    asked = time.monotonic()
+    child.terminate()
+    child.communicate(timeout=60)
+    assert time.monotonic() - asked < 10
+    assert child.returncode == 143
+    wait_for(lambda: processes(bench) == [], 10)
+    assert llmppo_run(bench).wait() == 0
+    assert bench.hashes() == finished.hashes()
+
+
 def test_a_second_run_is_refused_and_names_the_first(bench: Bench) -> None:
     first = llmppo_run(bench, FAKE_STAGE_SECONDS="30")
     try:

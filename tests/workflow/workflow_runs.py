@@ -47,7 +47,8 @@ class Bench:
         self.config_file.write_text(yaml.safe_dump(values))
 
     def env(self, **more: str) -> dict[str, str]:
-        return {**os.environ, **self.environment, **more}
+        # A worker would run the real stages.
+        return {**os.environ, "LLMPPO_WORKER": "off", **self.environment, **more}
 
     def command(self, *arguments: str) -> list[str]:
         return [

@@ -3,6 +3,7 @@
 # Rules never read `config`: inputs, params and resources come from `PLAN`, so that a job's params are
 # exactly the settings its stage reads. Shell strings use nothing but params, so the rules work in a module.
 
+import os
 import re
 import shlex
 import sys
@@ -13,6 +14,7 @@ from llmppo.errors import LlmppoError
 from llmppo.ownership import check_home, hold_for_good
 from llmppo.plan import Plan
 from llmppo.process import PARENT, prefer_own_commands, thread_environment
+from llmppo.worker.client import OFF, WORKER
 
 try:
     PLAN = Plan(
@@ -37,6 +39,11 @@ onstart:
 
 # The rules call `llmppo` from the environment that runs Snakemake, whether or not it is activated.
 prefer_own_commands()
+
+# Stages on this machine share a worker; a job of a cluster is a Snakemake of its own and runs cold.
+os.environ[WORKER] = (
+    OFF if workflow.remote_exec else os.environ.get(WORKER, LAYOUT.worker_log)
+)
 
 
 wildcard_constraints:

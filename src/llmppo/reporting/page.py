@@ -189,9 +189,8 @@ def build_page(
     legend = [(v.name, theme.series_colour(v.place)) for v in variants] if several else []
     whole_jobs, minutes = stage_minutes({v.name: v.chains for v in variants})
     stages = list(dict.fromkeys(stage for row in minutes.values() for stage in row))
-    shared = stage_times([], [results.parent / "shared" / "benchmarks"])
-    benchmarks = [chain.folder / "benchmarks" for chain in chains]
-    times = stage_times(chains, benchmarks)
+    shared = stage_times([], [results.parent / "shared"])
+    times = stage_times(chains, [chain.folder for chain in chains])
     return render(
         "report.html.j2",
         config=config,

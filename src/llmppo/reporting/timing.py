@@ -1,6 +1,8 @@
-"""Where the time went: seconds that stages measured themselves, and Snakemake's benchmark files.
+"""Where the time went: what stages measured themselves, and Snakemake's benchmark files.
 
-A stage's own seconds leave out process start and imports; benchmark files hold the whole job.
+A stage's own seconds leave out process start and imports; benchmark files hold the whole job. CPU time and
+memory come from the usage files beside the stages' logs: Snakemake sees only its own child processes, not
+those of a worker.
 """
 
 import re
@@ -8,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from llmppo.files import read_json
 from llmppo.reporting.results import Chain
 
 OWN_SECONDS = {"rollout": "time/rollout_s", "update": "time/update_s", "evaluate": "time/evaluate_s"}
@@ -114,8 +117,13 @@ def read_benchmarks(folder: Path) -> list[tuple[str, dict[str, float]]]:
     return found
 
 
-def stage_times(chains: Sequence[Chain], benchmark_folders: Iterable[Path]) -> list[StageTime]:
-    """One entry a stage, in the order of the pipeline."""
+def read_usages(folder: Path) -> list[tuple[str, dict[str, float]]]:
+    """(rule, usage) of every usage file below a `logs` folder; the path names the rule."""
+    return [(path.relative_to(folder).parts[0], read_json(path)) for path in sorted(folder.rglob("*.json"))]
+
+
+def stage_times(chains: Sequence[Chain], folders: Iterable[Path]) -> list[StageTime]:
+    """One entry a stage, in the order of the pipeline; `folders` hold `benchmarks` and `logs`."""
     stages: dict[str, StageTime] = {}
 
     def stage(name: str) -> StageTime:
@@ -124,12 +132,14 @@ def stage_times(chains: Sequence[Chain], benchmark_folders: Iterable[Path]) -> l
     for chain in chains:
         for name, values in own_seconds(chain).items():
             stage(name).own_seconds += values
-    columns: Mapping[str, str] = {"s": "job_seconds", "cpu_time": "cpu_seconds", "max_rss": "memory_mb"}
-    for folder in benchmark_folders:
-        for name, row in read_benchmarks(folder):
-            for column, attribute in columns.items():
-                if column in row and name not in CHORES:
-                    getattr(stage(name), attribute).append(row[column])
+    for folder in folders:
+        for name, row in read_benchmarks(folder / "benchmarks"):
+            if "s" in row and name not in CHORES:
+                stage(name).job_seconds.append(row["s"])
+        for name, usage in read_usages(folder / "logs"):
+            if name not in CHORES:
+                stage(name).cpu_seconds.append(usage["cpu_s"])
+                stage(name).memory_mb.append(usage["peak_memory_mb"])
     return sorted(stages.values(), key=lambda entry: _rank(entry.stage))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmppo.config import LoraSection, PPOConfig, SamplingConfig
-from llmppo.errors import ArtefactError, ConfigError
+from llmppo.errors import ArtefactError, ConfigError, LlmppoError
 from llmppo.files import MANIFEST, read_json
 from llmppo.policies import STOPPED
 
@@ -35,8 +35,49 @@ def import_model_libraries() -> None:
             del sys.modules["sklearn"]
 
 
+# Base models that a worker holds for the stages it forks: folder to its files' stamps and the model.
+_KEPT: dict[Path, tuple[frozenset[tuple[str, int, int]], Any]] = {}
+KEEP_MB = 4096  # of all kept models; one is kept whatever its size
+
+
+def keep_base(base: Path) -> None:
+    """Load a base model for the processes that will be forked from this one.
+
+    A model that can't be loaded, or runs code of its own, is left to the stage. Beyond `KEEP_MB` those
+    asked for longest ago are dropped.
+    """
+    folder = base.resolve()
+    try:
+        stamps = _stamps(folder)
+        kept = _KEPT.pop(folder, None)
+        if kept is not None and kept[0] == stamps:
+            _KEPT[folder] = kept  # now the last in order
+            return
+        if not read_json(folder / MANIFEST).get("trust_remote_code", False):
+            _KEPT[folder] = stamps, load_base(base)
+    except (LlmppoError, OSError, ValueError, RuntimeError):
+        return
+    while len(_KEPT) > 1 and sum(_megabytes(model) for _, model in _KEPT.values()) > KEEP_MB:
+        del _KEPT[next(iter(_KEPT))]
+
+
+def _stamps(folder: Path) -> frozenset[tuple[str, int, int]]:
+    files = ((path, path.stat()) for path in folder.iterdir())
+    return frozenset((path.name, status.st_mtime_ns, status.st_size) for path, status in files)
+
+
+def _megabytes(model: Any) -> float:
+    return sum(tensor.numel() * tensor.element_size() for tensor in model.parameters()) / 1e6
+
+
 def load_base(base: Path, device: str = "cpu") -> Any:
-    """The frozen base model of a `base_model` folder, in the data type it was written in."""
+    """The frozen base model of a `base_model` folder, in the data type it was written in.
+
+    In a forked stage it is the worker's, once: the caller may change it.
+    """
+    kept = _KEPT.pop(base.resolve(), None)
+    if kept is not None and device == "cpu" and kept[0] == _stamps(base.resolve()):
+        return kept[1]
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM

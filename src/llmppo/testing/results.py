@@ -233,9 +233,12 @@ def _pass_on(chain: Path, config: ExperimentConfig, reached: int, iteration: int
 
 
 def _benchmark(path: Path, seconds: float) -> None:
+    """A benchmark file, and the usage file beside the log of the same job."""
     header = "s\th:m:s\tmax_rss\tmax_vms\tmax_uss\tmax_pss\tio_in\tio_out\tmean_load\tcpu_time"
     row = f"{seconds:.4f}\t0:00:{int(seconds):02d}\t612.40\t2900.1\t560.2\t570.0\t3.1\t0.4\t97.1\t{seconds * 0.97:.2f}"
     write_text(path, f"{header}\n{row}\n")
+    folder = path.parents[2] / "logs" / path.parent.name
+    write_json(folder / f"{path.stem}.json", {"cpu_s": seconds * 0.97, "peak_memory_mb": 612.4})
 
 
 def write_chain(

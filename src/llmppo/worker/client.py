@@ -1,0 +1,136 @@
+"""A stage's side: hand the stage to the workflow's worker, which the first such stage starts.
+
+Standard library only: a stage that finds its worker must cost next to nothing.
+"""
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from llmppo.process import thread_environment
+from llmppo.worker.messages import INTERRUPT, receive, send
+from llmppo.worker.place import Place, find_place
+
+WORKER = "LLMPPO_WORKER"  # path of the worker's log, or `off`
+OFF = "off"
+# The stages that load a model. The others import other libraries, and run once a chain or once in all.
+STAGES = frozenset(("base_model", "rollout", "critic_warmup", "update", "evaluate", "export"))
+# A worker must have one thread: no pool for loading weights, no background thread of Arrow's allocator.
+SINGLE_THREADED = {"HF_DEACTIVATE_ASYNC_LOAD": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+START_S = 120.0
+ACCEPT_S = 120.0  # a base model may have to be loaded before the fork
+
+
+def offered(stage: str, settings: str) -> bool:
+    """Whether a worker may run the stage with these settings (JSON): a forked process can't use a GPU."""
+    return (
+        sys.platform.startswith("linux")
+        and os.environ.get(WORKER, OFF) not in ("", OFF)
+        and stage in STAGES
+        and settings.startswith("{")
+        and json.loads(settings).get("device", "cpu") == "cpu"
+    )
+
+
+def delegate(workflow: int, base: Path | None, arguments: list[str]) -> int | None:
+    """Exit status of `llmppo ARGUMENTS` as run by the worker; None where it has to run here.
+
+    `workflow` is the Snakemake process that ends the worker when it ends, `base` the model to have ready.
+    """
+    log = Path(os.environ[WORKER])
+    try:
+        place = find_place(workflow)
+        if place is None or place.gave_up.exists():
+            return None
+        connection = connect(place) or start(place, workflow, log)
+        if connection is None:
+            return None
+        with connection:
+            return _request(connection, base, arguments)
+    except (OSError, EOFError, ValueError):
+        return None
+
+
+def connect(place: Place) -> socket.socket | None:
+    """A connection to a worker that listens, else None."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(str(place.socket))
+    except OSError:
+        connection.close()
+        return None
+    return connection
+
+
+def start(place: Place, workflow: int, log: Path) -> socket.socket | None:
+    """Start the worker, or wait for who is starting it, and connect; None where that fails."""
+    with open(place.lock, "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = connect(place)
+        if found is not None or place.gave_up.exists():
+            return found
+        place.socket.unlink(missing_ok=True)  # left by a worker that was killed
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "ab") as output:
+            worker = subprocess.Popen(
+                # -P: the working directory is on the module path of no stage.
+                [sys.executable, "-P", "-m", "llmppo.worker.server", str(place.socket), str(workflow)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **thread_environment(1), **SINGLE_THREADED},
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + START_S
+        while worker.poll() is None and time.monotonic() < deadline:
+            found = connect(place)
+            if found is not None:
+                return found
+            time.sleep(0.02)
+        worker.kill()
+        place.gave_up.touch()
+        return None
+
+
+def _request(connection: socket.socket, base: Path | None, arguments: list[str]) -> int | None:
+    connection.settimeout(ACCEPT_S)
+    send(
+        connection,
+        {
+            "arguments": arguments,
+            "environment": dict(os.environ),
+            "umask": _umask(),
+            "base": None if base is None else str(base),
+        },
+        [0, 1, 2],
+    )
+    accepted, _ = receive(connection)
+    if not accepted["forked"]:
+        return None
+    connection.settimeout(None)
+    while True:
+        try:
+            ended, _ = receive(connection)
+        except KeyboardInterrupt:
+            with suppress(OSError):
+                connection.sendall(INTERRUPT)
+            continue
+        status = os.waitstatus_to_exitcode(ended["status"])
+        if status < 0:
+            print(
+                f"llmppo: the stage's process was killed by {signal.Signals(-status).name}", file=sys.stderr
+            )
+        return status if status >= 0 else 128 - status
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
