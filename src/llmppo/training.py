@@ -156,13 +156,14 @@ def _iterate(
 ) -> dict[str, Any]:
     """Collect one batch and learn from it."""
     split, iteration = next_iteration(agent)
+    agent.init_training_step()
     began = time.perf_counter()
     episodes = collect_batch(agent, env_factory, shard_size=shard_size)
     collected = time.perf_counter()
     turns = sum(len(episode.turns) for episode in episodes)
     report = agent.learn(batch_from_episodes(episodes, max_turns))
-    agent.steps += turns
-    agent.scores.append(float(np.mean([episode.episode_return for episode in episodes])))
+    agent.finalize_training_step(turns)
+    agent.add_scores([float(np.mean([episode.episode_return for episode in episodes]))])
     return {
         "split": split,
         "iteration": iteration,

@@ -119,7 +119,8 @@ def read_benchmarks(folder: Path) -> list[tuple[str, dict[str, float]]]:
 
 def read_usages(folder: Path) -> list[tuple[str, dict[str, float]]]:
     """(rule, usage) of every usage file below a `logs` folder; the path names the rule."""
-    return [(path.relative_to(folder).parts[0], read_json(path)) for path in sorted(folder.rglob("*.json"))]
+    paths = sorted(folder.rglob("*.json"))
+    return [(Path(path.relative_to(folder).parts[0]).stem, read_json(path)) for path in paths]
 
 
 def stage_times(chains: Sequence[Chain], folders: Iterable[Path]) -> list[StageTime]:

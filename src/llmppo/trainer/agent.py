@@ -23,12 +23,12 @@ from llmppo.ppo.schedules import lr_scale
 from llmppo.seeding import derive_seed
 from llmppo.trainer.aliases import with_aliases
 from llmppo.trainer.batch import UpdateBatch, build_batch
+from llmppo.trainer.bookkeeping import Bookkeeping
 from llmppo.trainer.checkpoint import Checkpoint
 from llmppo.trainer.optimizer import RoleOptimizer
 from llmppo.trainer.passes import Passes
 from llmppo.trainer.returns import RunningReturns
 from llmppo.trainer.settings import SETTINGS, split_settings, with_signature
-from llmppo.trainer.state import AgentState
 from llmppo.trainer.update import Outcome, Update
 
 
@@ -40,7 +40,7 @@ class ActionResult(NamedTuple):
     sampling_logps: list[Tensor] | None
 
 
-class LLMPPO(AgentState):
+class LLMPPO(Bookkeeping):
     """Turn-level PPO agent.
 
     Args:
@@ -101,6 +101,9 @@ class LLMPPO(AgentState):
         self.fitness: list[float] = []
         self.reference_update_tracker = 0
         self.history: list[dict[str, Any]] = []
+        self.training = True
+        self.seconds = 0.0  # in training blocks
+        self._block_began = None
         self.last_outcome: Outcome | None = None
         self._engine: GenerationEngine | None = None
 
@@ -206,12 +209,14 @@ class LLMPPO(AgentState):
             self.end_token_ids, self._engine = found, None
 
     def get_action(
-        self, obs: Sequence[Mapping[str, Any]] | Mapping[str, Any], training: bool = True
+        self, obs: Sequence[Mapping[str, Any]] | Mapping[str, Any], training: bool | None = None
     ) -> ActionResult:
         """Sample one reply for each prompt `{"input_ids": [1, T]}`; greedy when not `training`.
 
-        Sampling seeds come from the agent's seed and a counter of its calls.
+        None takes the mode of `set_training_mode`, which is training at first. Sampling seeds come from
+        the agent's seed and a counter of its calls.
         """
+        training = self.training if training is None else training
         prompts = [obs] if isinstance(obs, Mapping) else list(obs)
         requests = []
         for number, prompt in enumerate(prompts):
