@@ -94,7 +94,7 @@ def ui(config: Path, results: Path | None, host: str, port: int) -> None:
 @click.argument("file", type=FILE, default="config/config.yaml")
 def validate(file: Path) -> None:
     """Check an experiment YAML and say what it would run."""
-    from llmppo.config import load_experiment
+    from llmppo.experiment import load_experiment
     from llmppo.plan import Plan
 
     click.echo(f"{file} is valid. {Plan(load_experiment(file)).summary()}")
@@ -122,7 +122,7 @@ def schema(out: Path | None, markdown: bool, parameters: bool) -> None:
         out.write_text(text, encoding="utf-8")
 
 
-SEED = option("seed", click.INT, "Random seed of the chain.")
+SEED = option("seed", click.IntRange(min=0), "Random seed of the chain.")
 BASE = option("base", FOLDER, "Base model folder.")
 POLICY = option("policy", FOLDER, "Policy folder `policy/<iteration>`.")
 DATASET = option("dataset", FOLDER, "Dataset folder, for environments that read rows.", required=False)

@@ -1,20 +1,11 @@
 """The experiment config: typed, validated, and the only place where defaults live.
 
-`load_experiment` turns a YAML file (or the mapping that Snakemake parsed) into an `ExperimentConfig`;
-every fault becomes a `ConfigError` that names the key and what is accepted. `variant_config` applies a
-variant's overrides. `LLMPPO(...)` takes the fields of `PPOConfig` and `SamplingConfig` as keywords.
+`llmppo.experiment` reads files. `LLMPPO(...)` takes the fields of `PPOConfig` and `SamplingConfig` as keywords.
 """
 
-import difflib
-import importlib.util
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-
-from llmppo.errors import ConfigError
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -384,6 +375,13 @@ class EvaluationConfig(Section):
         1_000_003, description="Seed of the evaluation tasks, the same for every policy, variant and seed."
     )
 
+    @field_validator("decoding")
+    @classmethod
+    def _distinct(cls, decoding: list[str]) -> list[str]:
+        if len(set(decoding)) != len(decoding):
+            raise ValueError("a decoding stands here twice")
+        return decoding
+
 
 class ExportConfig(Section):
     """What the exported model holds."""
@@ -465,7 +463,7 @@ class ExperimentConfig(Section):
     variants: dict[Name, dict[str, Any]] = Field(
         {"main": {}},
         min_length=1,
-        description="Name to overrides of `base_model`, `env`, `lora`, `rollout` or `ppo`, nested as in this file.",
+        description="Name to overrides of `base_model`, `dataset`, `env`, `lora`, `rollout` or `ppo`, nested as in this file.",
     )
 
     @field_validator("seeds")
@@ -477,176 +475,3 @@ class ExperimentConfig(Section):
 
 
 VARIANT_SECTIONS = ("base_model", "dataset", "env", "lora", "rollout", "ppo")
-
-
-def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested update: mappings merge, everything else replaces."""
-    result = dict(base)
-    for key, value in overrides.items():
-        current = result.get(key)
-        if isinstance(current, Mapping) and isinstance(value, Mapping):
-            value = merge(current, value)
-        result[key] = value
-    return result
-
-
-def _resolve(location: tuple[Any, ...]) -> tuple[str, list[str]]:
-    """The dotted key of a pydantic error location, and the keys accepted in the section that holds it.
-
-    In a section of several kinds pydantic puts the kind into the location; it is no key of the file.
-    """
-    models: list[Any] = [ExperimentConfig]
-    parts = []
-    for part in location[:-1]:
-        kinds = [model for model in models if _kind(model) == part]
-        if kinds:
-            models = kinds
-            continue
-        parts.append(part)
-        following: list[Any] = []
-        for model in models:
-            field = model.model_fields.get(part) if isinstance(part, str) else None
-            if field is not None:
-                following += _sections_in(field.annotation)
-        models = following or models
-    known = sorted({name for model in models for name in model.model_fields})
-    return ".".join(str(part) for part in (*parts, *location[-1:])), known
-
-
-def _kind(section: Any) -> Any:
-    """The value of `kind` that selects a section, or None."""
-    field = section.model_fields.get("kind")
-    return field.annotation.__args__[0] if field is not None else None
-
-
-def _sections_in(annotation: Any) -> list[Any]:
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return [annotation]
-    return [section for argument in getattr(annotation, "__args__", ()) for section in _sections_in(argument)]
-
-
-def explain(error: ValidationError, source: str) -> ConfigError:
-    """One line for each fault: the key, what is wrong, the value, and the nearest accepted key."""
-    lines = []
-    for fault in error.errors():
-        location = tuple(fault["loc"])
-        key, known = _resolve(location)
-        message = fault["msg"].removeprefix("Value error, ")
-        if fault["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(str(location[-1]), known, n=1)
-            hint = f"; did you mean `{near[0]}`?" if near else "."
-            message = f"unknown key{hint} Accepted: {', '.join(known)}"
-        elif fault["type"] == "missing":
-            message = "is required"
-        elif not isinstance(fault["input"], (dict, Section)):
-            message = f"{message} (got {fault['input']!r})"
-        lines.append(f"  {key or '(top level)'}: {message}")
-    return ConfigError(f"{source}:\n" + "\n".join(lines))
-
-
-def parse_experiment(values: Mapping[str, Any], source: str = "config") -> ExperimentConfig:
-    """Validate a mapping, every variant included. Raises ConfigError."""
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{source}: expected a mapping of config keys, got {type(values).__name__}")
-    try:
-        experiment = ExperimentConfig.model_validate(dict(values))
-    except ValidationError as error:
-        raise explain(error, source) from None
-    for variant in experiment.variants:
-        variant_config(experiment, variant, source)
-    return experiment
-
-
-def read_values(path: str | Path) -> Any:
-    """The content of an experiment YAML before validation. Raises ConfigError naming the file."""
-    try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path} does not exist; the shipped experiments are config/config.yaml and config/experiments/*.yaml"
-        ) from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
-
-
-def load_experiment(path: str | Path) -> ExperimentConfig:
-    """Read and validate an experiment YAML. Raises ConfigError naming the file and each faulty key."""
-    return parse_experiment(read_values(path), str(path))
-
-
-def variant_config(experiment: ExperimentConfig, variant: str, source: str = "config") -> ExperimentConfig:
-    """The experiment with one variant's overrides applied, cross-section rules checked."""
-    if variant not in experiment.variants:
-        raise ConfigError(f"{source}: no variant `{variant}`; there are: {', '.join(experiment.variants)}")
-    overrides = experiment.variants[variant]
-    stray = sorted(set(overrides) - set(VARIANT_SECTIONS))
-    if stray:
-        raise ConfigError(
-            f"{source}:\n  variants.{variant}.{stray[0]}: a variant may override {', '.join(VARIANT_SECTIONS)}"
-        )
-    values = merge(experiment.model_dump(exclude_unset=True, mode="json"), overrides)
-    try:
-        resolved = ExperimentConfig.model_validate(values)
-    except ValidationError as error:
-        raise explain(error, f"{source} (variant {variant})") from None
-    _check_combination(resolved, f"{source} (variant {variant})")
-    return resolved
-
-
-def _check_combination(config: ExperimentConfig, source: str) -> None:
-    """Rules across sections."""
-    faults = []
-    top = config.lora.top_layers
-    if isinstance(config.base_model, TinyModelConfig) and top is not None and top > config.base_model.layers:
-        faults.append(f"lora.top_layers: {top} exceeds base_model.layers ({config.base_model.layers})")
-    if (
-        isinstance(config.base_model, TinyModelConfig)
-        and config.rollout.max_model_len > config.base_model.max_positions
-    ):
-        faults.append(
-            f"rollout.max_model_len: {config.rollout.max_model_len} exceeds base_model.max_positions ({config.base_model.max_positions})"
-        )
-    if isinstance(config.base_model, TinyModelConfig):
-        heads, kv_heads, width = (
-            config.base_model.heads,
-            config.base_model.kv_heads,
-            config.base_model.hidden_size,
-        )
-        if width % heads or heads % kv_heads:
-            faults.append(
-                f"base_model.heads: {heads} must divide hidden_size ({width}) and be a multiple of kv_heads ({kv_heads})"
-            )
-    if config.dataset is not None:
-        for key in ("train", "eval"):
-            file = getattr(config.dataset, key)
-            if file is not None and not Path(file).is_file():
-                faults.append(f"dataset.{key}: there is no file {file}")
-    for key, callable_name in _callables(config):
-        module, _, name = callable_name.partition(":")
-        if not module or not name:
-            faults.append(
-                f"{key}: {callable_name!r} is not of the form `module:name`, such as `my_task:MyEnv`"
-            )
-        elif not _module_exists(module):
-            faults.append(
-                f"{key}: no module `{module}`; put {module.replace('.', '/')}.py into {Path.cwd()} or on PYTHONPATH"
-            )
-    if faults:
-        raise ConfigError(f"{source}:\n" + "\n".join(f"  {fault}" for fault in faults))
-
-
-def _callables(config: ExperimentConfig) -> list[tuple[str, str]]:
-    """Keys that hold a `module:name`, with their values."""
-    found = [("env.factory", config.env.factory)]
-    if config.dataset is not None and config.dataset.generator is not None:
-        found.append(("dataset.generator", config.dataset.generator))
-    if isinstance(config.base_model, TinyModelConfig) and config.base_model.warm_start is not None:
-        found.append(("base_model.warm_start.dialogues", config.base_model.warm_start.dialogues))
-    return found
-
-
-def _module_exists(name: str) -> bool:
-    """Whether a module can be found, without importing it: beside the config's working directory or installed."""
-    top = name.partition(".")[0]
-    here = Path(top)
-    return here.with_suffix(".py").is_file() or here.is_dir() or importlib.util.find_spec(top) is not None

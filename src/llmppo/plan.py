@@ -17,9 +17,9 @@ from llmppo.config import (
     PretrainedModelConfig,
     StageResources,
     TinyModelConfig,
-    variant_config,
 )
 from llmppo.errors import ConfigError
+from llmppo.experiment import variant_config
 from llmppo.files import canonical_json, digest
 from llmppo.layout import Layout
 from llmppo.ownership import near
@@ -265,7 +265,7 @@ class Plan:
         variants, seeds = len(self.variants), len(self.experiment.seeds)
         return (
             f"{self.experiment.name}: {variants} variant{'s' * (variants > 1)} x {seeds} seed{'s' * (seeds > 1)}, "
-            f"{self.last} iterations of {self.experiment.ppo.batch_size} episodes, results in {self.layout.root}"
+            f"{self.last} iteration{'s' * (self.last > 1)} of {self.experiment.ppo.batch_size} episodes, results in {self.layout.root}"
         )
 
     def targets(self) -> Iterator[str]:

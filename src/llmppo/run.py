@@ -21,8 +21,8 @@ from typing import Any
 import click
 import yaml
 
-from llmppo.config import merge, parse_experiment, read_values
 from llmppo.errors import ConfigError, LlmppoError
+from llmppo.experiment import merge, parse_experiment, read_values
 from llmppo.files import write_text
 from llmppo.ownership import HELD, check_home, hold, refusal, settle
 from llmppo.plan import Plan
@@ -221,6 +221,8 @@ def run_experiment(
         elif status:
             explain_failure(reader)
         else:
+            if not reader.total:
+                _say("all of it was done before; nothing ran")
             click.echo(closing_words(plan))
         return status
 

@@ -53,7 +53,7 @@ def read_settings(text: str, stage: str, variant: str | None) -> dict[str, Any]:
             return json.loads(text)
         except json.JSONDecodeError as error:
             raise ConfigError(f"--settings: not valid JSON: {error}") from None
-    from llmppo.config import load_experiment, variant_config
+    from llmppo.experiment import load_experiment, variant_config
     from llmppo.stage_settings import stage_settings
 
     experiment = load_experiment(text)

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from llmppo.config import ExperimentConfig, variant_config
+from llmppo.config import ExperimentConfig
+from llmppo.experiment import variant_config
 from llmppo.reporting.results import load_chain
 from llmppo.stage_settings import stage_settings
 from llmppo.stages import mlflow_init, track

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from llmppo.config import load_experiment, variant_config
+from llmppo.experiment import load_experiment, variant_config
 from llmppo.process import PARENT
 from llmppo.stage_settings import stage_settings
 from llmppo.worker import place as place_module

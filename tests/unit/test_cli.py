@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner
 
 from llmppo import cli
-from llmppo.config import parse_experiment
 from llmppo.errors import ConfigError
+from llmppo.experiment import parse_experiment
 from llmppo.plan import STAGES, stage_settings
 from llmppo.process import PARENT
 from llmppo.run import change

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from llmppo.config import load_experiment, merge, parse_experiment, variant_config
 from llmppo.errors import ConfigError
+from llmppo.experiment import load_experiment, merge, parse_experiment, variant_config
 from llmppo.schema import json_schema, key_reference
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -55,6 +55,7 @@ def test_every_fault_is_listed_at_once() -> None:
     ("changes", "expected"),
     [
         ({"seeds": [1, 1]}, "seeds repeat"),
+        ({"evaluation": {"decoding": ["greedy", "greedy"]}}, "a decoding stands here twice"),
         ({"ppo": {"batch_size": 4, "mini_batch_size": 8}}, r"mini_batch_size (8) exceeds batch_size (4)"),
         ({"rollout": {"max_output_tokens": 64, "max_model_len": 64}}, "must be below max_model_len"),
         ({"dataset": {"train": "a.jsonl"}}, "`train` needs `eval`"),
@@ -96,6 +97,16 @@ def test_merge_replaces_lists_and_merges_mappings() -> None:
 def test_numbers_in_exponent_form_are_numbers() -> None:
     """YAML 1.1 reads `1e-5` as text."""
     assert parse_experiment({**TINY, **yaml.safe_load("ppo: {lr_actor: 1e-5}")}).ppo.lr_actor == 1e-5
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    twice = tmp_path / "twice.yaml"
+    twice.write_text("name: a\nppo:\n  gamma: 1\n  beta: 0\n  gamma: 0.9\n")
+    with pytest.raises(
+        ConfigError, match=r"twice.yaml is not valid YAML: `gamma` stands here twice"
+    ) as fault:
+        load_experiment(twice)
+    assert "line 3" in str(fault.value)
 
 
 def test_files_that_are_no_yaml_or_absent_are_named(tmp_path: Path) -> None:

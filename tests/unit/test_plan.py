@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from llmppo.config import parse_experiment
 from llmppo.errors import ConfigError
+from llmppo.experiment import parse_experiment
 from llmppo.layout import Layout
 from llmppo.plan import Plan, stage_settings
 

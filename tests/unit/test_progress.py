@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llmppo import progress
-from llmppo.config import parse_experiment
+from llmppo.experiment import parse_experiment
 from llmppo.plan import Plan
 from llmppo.progress import ChainProgress, Progress, duration
 from llmppo.snakelog import SnakemakeLog

@@ -126,8 +126,9 @@ def test_the_loop_in_one_process_gives_the_same_numbers(undisturbed: Path, tmp_p
     import torch
 
     from llmppo import LLMPPO, train_llm_rollout
-    from llmppo.config import SamplingConfig, load_experiment, variant_config
+    from llmppo.config import SamplingConfig
     from llmppo.envs.loading import harness_factory
+    from llmppo.experiment import load_experiment, variant_config
     from llmppo.stages.loading import load_base, load_tokenizer
 
     torch.set_num_threads(1)

@@ -173,3 +173,4 @@ def test_a_stopped_chain_is_told_once(bench: Bench) -> None:
     _, errors = child.communicate()
     assert child.returncode == 0
     assert errors.count("iteration") == 1, errors  # the experiment's size; nothing ran again
+    assert "all of it was done before" in errors

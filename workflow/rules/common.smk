@@ -9,7 +9,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from llmppo.config import parse_experiment
+from llmppo.experiment import parse_experiment, read_values
 from llmppo.errors import LlmppoError
 from llmppo.ownership import check_home, hold_for_good
 from llmppo.plan import Plan
@@ -17,6 +17,8 @@ from llmppo.process import PARENT, prefer_own_commands, thread_environment
 from llmppo.worker.client import OFF, WORKER
 
 try:
+    for configfile in workflow.configfiles:
+        read_values(configfile)  # Snakemake has read it, but takes a repeated key
     PLAN = Plan(
         parse_experiment(config, ", ".join(map(str, workflow.configfiles)) or "config")
     )

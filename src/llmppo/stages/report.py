@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmppo.config import parse_experiment
+from llmppo.experiment import parse_experiment
 from llmppo.files import read_json, write_text
 from llmppo.provenance import provenance
 from llmppo.reporting.page import Baselines, build_page, number, shown_config

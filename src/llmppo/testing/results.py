@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from llmppo.config import ExperimentConfig, parse_experiment, variant_config
+from llmppo.config import ExperimentConfig
+from llmppo.experiment import parse_experiment, variant_config
 from llmppo.files import read_json, write_json, write_text
 from llmppo.seeding import derive_seed
 from llmppo.trajectories.episode import Episode, EpisodeSpec, StopReason, Turn

@@ -8,8 +8,9 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
-from llmppo.config import CosineLRScheduleConfig, PPOConfig, SamplingConfig, Section, explain
+from llmppo.config import CosineLRScheduleConfig, PPOConfig, SamplingConfig, Section
 from llmppo.errors import ConfigError
+from llmppo.experiment import explain
 
 SETTINGS: dict[str, type[Section]] = {
     **dict.fromkeys(PPOConfig.model_fields, PPOConfig),

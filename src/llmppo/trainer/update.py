@@ -7,7 +7,6 @@ log-probs, values and reference log-probs. The reference runs only when `beta > 
 """
 
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,9 +19,10 @@ from llmppo.errors import NonFiniteError
 from llmppo.models.adapted import AdaptedModel
 from llmppo.ppo import losses
 from llmppo.ppo.advantages import Advantages, token_advantages, token_rewards, turn_advantages, whiten
-from llmppo.ppo.units import Level, masked_mean, pool, unit_mask, zero_masked
+from llmppo.ppo.units import Level, pool, unit_mask, zero_masked
 from llmppo.seeding import derive_seed
 from llmppo.trainer.batch import UpdateBatch
+from llmppo.trainer.metrics import Sums, learn_metrics
 from llmppo.trainer.optimizer import ROLES, RoleOptimizer
 from llmppo.trainer.passes import Passes, RoleOutput, RolePass
 from llmppo.trainer.returns import RunningReturns
@@ -47,24 +47,6 @@ class Outcome:
     batch: UpdateBatch
     columns: TokenColumns
     optimizer_steps: int = 0
-
-
-class Sums:
-    """Counters summed over micro-batches and steps; a metric is a ratio of two of them."""
-
-    def __init__(self) -> None:
-        self.totals: dict[str, float] = defaultdict(float)
-        self.peaks: dict[str, float] = {}
-
-    def add(self, prefix: str, values: dict[str, Tensor]) -> None:
-        for name, value in values.items():
-            if name.endswith("_max"):
-                self.peaks[prefix + name] = max(self.peaks.get(prefix + name, 0.0), float(value))
-            else:
-                self.totals[prefix + name] += float(value)
-
-    def ratio(self, part: str, whole: str) -> float | None:
-        return self.totals[part] / self.totals[whole] if self.totals.get(whole) else None
 
 
 @dataclass
@@ -137,7 +119,7 @@ class Update:
             self._all_epochs()
         else:
             self._single_step()
-        return Outcome(self._metrics(), self.batch, self.columns, self.steps)
+        return Outcome(learn_metrics(self), self.batch, self.columns, self.steps)
 
     def explained_variance(self) -> float | None:
         """Explained variance of the critic's values on this batch, without learning from it."""
@@ -429,86 +411,7 @@ class Update:
             self.optimizer.zero_grad()
         self.steps += 1
 
-    # -- metrics ------------------------------------------------------------------------------
-
-    def _metrics(self) -> dict[str, float | None]:
-        sums, steps = self.sums, max(self.steps, 1)
-        assert self.gae is not None
-        metrics: dict[str, float | None] = {
-            "critic/loss": sums.totals["critic/loss"] / steps,
-            "critic/explained_variance": losses.explained_variance(
-                self.gae.unit_values, self.gae.unit_returns, self.gae.unit_mask
-            ),
-            "critic/value_return_corr": losses.correlation(
-                self.gae.unit_values, self.gae.unit_returns, self.gae.unit_mask
-            ),
-            "critic/return_mean": float(masked_mean(self.gae.unit_returns, self.gae.unit_mask)),
-            "critic/value_mean": float(masked_mean(self.gae.unit_values, self.gae.unit_mask)),
-            "critic/clip_frac": sums.ratio("critic/clipped", "critic/units"),
-            "critic/grad_norm": sums.totals["critic/grad_norm"] / steps,
-            "critic/grad_norm_clipped": sums.totals["critic/grad_norm_clipped"] / steps,
-            "critic/lr": sums.totals["critic/lr"],
-            "critic/warmup": float(self.warmup),
-            "perf/padding_frac": 1 - self.passes.tokens_real / max(self.passes.tokens_padded, 1),
-            "perf/optimizer_steps": float(self.steps),
-            **{f"time/{phase}_s": seconds for phase, seconds in self.clock.items()},
-        }
-        if self.warmup:
-            return metrics
-        metrics |= {
-            "actor/loss": sums.totals["actor/loss"] / steps,
-            "actor/pg_loss": sums.totals["actor/pg_loss"] / steps,
-            "actor/approx_kl": sums.ratio("actor/approx_kl", "actor/tokens"),
-            "actor/ratio_max": sums.peaks.get("actor/ratio_max"),
-            "actor/ratio_mean": sums.ratio("actor/ratio_sum", "actor/units"),
-            "actor/clip_frac_low": sums.ratio("actor/clip_low", "actor/units"),
-            "actor/clip_frac_high": sums.ratio("actor/clip_high", "actor/units"),
-            "actor/entropy": sums.ratio("actor/entropy", "actor/tokens"),
-            "actor/grad_norm": sums.totals["actor/grad_norm"] / steps,
-            "actor/grad_norm_clipped": sums.totals["actor/grad_norm_clipped"] / steps,
-            "actor/lr": sums.totals["actor/lr"],
-            "actor/advantage_std": float(self.gae.unit_advantages[self.gae.unit_mask].std(correction=0)),
-        }
-        metrics["actor/clip_frac"] = (metrics["actor/clip_frac_low"] or 0.0) + (
-            metrics["actor/clip_frac_high"] or 0.0
-        )
-        if self.with_reference:
-            metrics["actor/ref_kl"] = sums.ratio("actor/ref_kl", "actor/tokens")
-            metrics["actor/kl_clamp_frac"] = sums.ratio("actor/kl_clamped", "actor/tokens")
-        return metrics | self._engine_metrics()
-
-    def _engine_metrics(self) -> dict[str, float | None]:
-        """Gap between the engine's log-probs of the sampled tokens and the trainer's."""
-        if self.batch.sampling_logprobs is None or self.columns.old_logprobs is None:
-            return {}
-        sampling, old = self.batch.sampling_logprobs.to(self.mask.device), self.columns.old_logprobs
-        known = self.mask & torch.isfinite(sampling)
-        metrics: dict[str, float | None] = {
-            "rollout/engine_rows_skipped": float(self.batch.skipped_sampling_rows),
-            "rollout/engine_tokens_missing": float((self.mask & ~known).sum()),
-        }
-        if not known.any():
-            return metrics
-        gap = (old - sampling)[known]
-        cap = self.config.vllm_importance_sampling_cap
-        weight = gap.exp().clamp(max=cap)
-        mean_gap, capped = float(gap.abs().mean()), float((gap.exp() >= cap).float().mean())
-        if mean_gap > self.config.vllm_max_logprob_gap or capped > self.config.vllm_max_clip_fraction:
-            warnings.warn(
-                f"learn step {self.learn_step}: the engine's log-probs differ from the trainer's by {mean_gap:.3g} nats on average "
-                f"(vllm_max_logprob_gap {self.config.vllm_max_logprob_gap}), {capped:.1%} of tokens reach the cap "
-                f"(vllm_max_clip_fraction {self.config.vllm_max_clip_fraction}); do both use the same weights and temperature?",
-                stacklevel=2,
-            )
-        return metrics | {
-            "rollout/logprob_gap_mean": mean_gap,
-            "rollout/logprob_gap_max": float(gap.abs().max()),
-            "rollout/engine_kl": float((gap.exp() - 1 - gap).mean()),
-            "rollout/engine_weight_mean": float(weight.mean()),
-            "rollout/engine_weight_std": float(weight.std(correction=0)),
-            "rollout/engine_weight_p95": float(weight.quantile(0.95)) if weight.numel() < 2**24 else None,
-            "rollout/engine_cap_frac": capped,
-        }
+    # -- small helpers -------------------------------------------------------------------------
 
     def _timed(self, phase: str) -> "_Timer":
         return _Timer(self.clock, phase)
