@@ -2,8 +2,9 @@
 
 `code_token` covers the stage's module, every project module that it imports (found in the source, nothing
 is executed), and the user's own `module:function` names in its settings. Modules are compared as syntax
-trees without docstrings, so that comments, formatting and documentation change nothing. Installed
-libraries are not part of it: they stand in the lock file.
+trees without docstrings, so that comments, formatting and documentation change nothing, and the config
+models without their fields, whose values are among a job's settings. Installed libraries are not part of
+it: they stand in the lock file.
 """
 
 import ast
@@ -18,6 +19,7 @@ from typing import Any
 from llmppo.files import digest
 
 PACKAGE = "llmppo"
+CONFIG = "llmppo.config"
 CALLABLE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
 INSTALLED = ("site-packages", "dist-packages")
 
@@ -50,6 +52,13 @@ def _source(name: str) -> Path | None:
     path = _find(name)[0]
     installed = path is not None and any(part in INSTALLED for part in path.resolve().parts)
     return path if root == PACKAGE or not installed else None
+
+
+def _without_fields(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            node.body = [part for part in node.body if not isinstance(part, ast.AnnAssign)] or [ast.Pass()]
+    return tree
 
 
 def _without_docstrings(tree: ast.Module) -> ast.Module:
@@ -86,6 +95,8 @@ def _module(name: str) -> tuple[str, frozenset[str]] | None:
     if path is None:
         return None
     tree = _without_docstrings(ast.parse(path.read_bytes(), filename=str(path)))
+    if name == CONFIG:
+        tree = _without_fields(tree)
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     code = hashlib.sha256(ast.dump(tree).encode()).hexdigest()
     return code, frozenset(_imports(tree, package))

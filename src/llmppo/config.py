@@ -409,6 +409,9 @@ class ReportConfig(Section):
     """The HTML report."""
 
     transcripts: NonNegative = Field(5, description="Transcripts shown before and after training.")
+    baseline: Name | None = Field(
+        None, description="Variant that the others are compared with; the first one without it."
+    )
 
 
 class StageResources(Section):

@@ -4,7 +4,6 @@
 every fault becomes a `ConfigError` that names the key and what is accepted.
 """
 
-import difflib
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,8 +12,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from llmppo.config import VARIANT_SECTIONS, ExperimentConfig, Section, TinyModelConfig
+from llmppo.config import VARIANT_SECTIONS, ExperimentConfig, TinyModelConfig
 from llmppo.errors import ConfigError
+from llmppo.explain import explain
 
 
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,60 +28,6 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
     return result
 
 
-def _resolve(location: tuple[Any, ...]) -> tuple[str, list[str]]:
-    """The dotted key of a pydantic error location, and the keys accepted in the section that holds it.
-
-    In a section of several kinds pydantic puts the kind into the location; it is no key of the file.
-    """
-    models: list[Any] = [ExperimentConfig]
-    parts = []
-    for part in location[:-1]:
-        kinds = [model for model in models if _kind(model) == part]
-        if kinds:
-            models = kinds
-            continue
-        parts.append(part)
-        following: list[Any] = []
-        for model in models:
-            field = model.model_fields.get(part) if isinstance(part, str) else None
-            if field is not None:
-                following += _sections_in(field.annotation)
-        models = following or models
-    known = sorted({name for model in models for name in model.model_fields})
-    return ".".join(str(part) for part in (*parts, *location[-1:])), known
-
-
-def _kind(section: Any) -> Any:
-    """The value of `kind` that selects a section, or None."""
-    field = section.model_fields.get("kind")
-    return field.annotation.__args__[0] if field is not None else None
-
-
-def _sections_in(annotation: Any) -> list[Any]:
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return [annotation]
-    return [section for argument in getattr(annotation, "__args__", ()) for section in _sections_in(argument)]
-
-
-def explain(error: ValidationError, source: str) -> ConfigError:
-    """One line for each fault: the key, what is wrong, the value, and the nearest accepted key."""
-    lines = []
-    for fault in error.errors():
-        location = tuple(fault["loc"])
-        key, known = _resolve(location)
-        message = fault["msg"].removeprefix("Value error, ")
-        if fault["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(str(location[-1]), known, n=1)
-            hint = f"; did you mean `{near[0]}`?" if near else "."
-            message = f"unknown key{hint} Accepted: {', '.join(known)}"
-        elif fault["type"] == "missing":
-            message = "is required"
-        elif not isinstance(fault["input"], (dict, Section)):
-            message = f"{message} (got {fault['input']!r})"
-        lines.append(f"  {key or '(top level)'}: {message}")
-    return ConfigError(f"{source}:\n" + "\n".join(lines))
-
-
 def parse_experiment(values: Mapping[str, Any], source: str = "config") -> ExperimentConfig:
     """Validate a mapping, every variant included. Raises ConfigError."""
     if not isinstance(values, Mapping):
@@ -92,6 +38,11 @@ def parse_experiment(values: Mapping[str, Any], source: str = "config") -> Exper
         raise explain(error, source) from None
     for variant in experiment.variants:
         variant_config(experiment, variant, source)
+    baseline = experiment.report.baseline
+    if baseline is not None and baseline not in experiment.variants:
+        raise ConfigError(
+            f"{source}:\n  report.baseline: no variant `{baseline}`; there are: {', '.join(experiment.variants)}"
+        )
     return experiment
 
 

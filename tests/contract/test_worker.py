@@ -25,11 +25,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 LLMPPO = str(Path(sys.executable).with_name("llmppo"))
 CONFIG = REPOSITORY / "config" / "test" / "tiny.yaml"
 SLEEPY = """
-import time
+import pathlib, time
 from llmppo.envs.guess_number import GuessNumber
 
 class Sleepy(GuessNumber):
     def reset(self, seed=None):
+        pathlib.Path("asleep").touch()
         time.sleep(300)
         return super().reset(seed)
 """
@@ -137,7 +138,8 @@ def sleepy() -> dict[str, Any]:
 def asleep(workflow: Workflow) -> subprocess.Popen[str]:
     """A stage that hangs in a child of the worker."""
     child = workflow.popen(*workflow.rollout("sleepy.parquet", **sleepy()))
-    wait_for(lambda: len(workflow.workers()) == 2)
+    wait_for((workflow.folder / "asleep").exists, 120)
+    assert len(workflow.workers()) == 2
     return child
 
 
@@ -186,12 +188,20 @@ def test_a_killed_stage_kills_its_child(workflow: Workflow) -> None:
 
 def test_an_interrupt_reaches_the_child(workflow: Workflow) -> None:
     child = asleep(workflow)
-    wait_for((workflow.folder / "sleepy.parquet.log").exists)
-    time.sleep(1)
     child.send_signal(signal.SIGINT)
     _, errors = child.communicate(timeout=30)
     assert child.returncode == 130
     assert "interrupted" in errors
+    wait_for(lambda: len(workflow.workers()) == 1)
+
+
+def test_a_child_that_ignores_an_interrupt_is_killed(workflow: Workflow) -> None:
+    ignore = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    (workflow.folder / "sleepy.py").write_text(ignore + SLEEPY)
+    child = asleep(workflow)
+    child.send_signal(signal.SIGINT)
+    child.communicate(timeout=60)
+    assert child.returncode == 130
     wait_for(lambda: len(workflow.workers()) == 1)
 
 

@@ -40,6 +40,22 @@ def test_comments_docstrings_and_layout_change_nothing(write: Write) -> None:
     assert token("game") != before
 
 
+def test_fields_of_the_config_change_nothing_but_its_methods_do(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "class Section:\n    rate: float = {}\n\n    def scale(self):\n        return {} * self.rate\n"
+    write("settings.py", text.format(1.0, 2))
+    plain = token("settings")
+    monkeypatch.setattr(codetoken, "CONFIG", "settings")
+    write("settings.py", text.format(1.0, 2))
+    before = token("settings")
+    assert before != plain
+    write("settings.py", text.format(3.0, 2))
+    assert token("settings") == before
+    write("settings.py", text.format(3.0, 4))
+    assert token("settings") != before
+
+
 def test_a_string_that_is_no_docstring_counts(write: Write) -> None:
     write("game.py", "def greet():\n    return 'a'\n")
     before = token("game")

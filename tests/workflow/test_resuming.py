@@ -106,6 +106,16 @@ def test_stages_that_do_not_listen_are_killed_within_ten_seconds(bench: Bench, f
     assert bench.hashes() == finished.hashes()
 
 
+def test_a_run_with_nothing_to_do_says_so(bench: Bench) -> None:
+    bench.write_config(seeds=[0], iterations=1)
+    bench.run()
+    child = llmppo_run(bench)
+    output, errors = child.communicate()
+    assert child.returncode == 0
+    assert "all of it was done before" in errors
+    assert "results/tiny/report/report.html" in output
+
+
 def test_a_second_run_is_refused_and_names_the_first(bench: Bench) -> None:
     first = llmppo_run(bench, FAKE_STAGE_SECONDS="30")
     try:
@@ -173,4 +183,3 @@ def test_a_stopped_chain_is_told_once(bench: Bench) -> None:
     _, errors = child.communicate()
     assert child.returncode == 0
     assert errors.count("iteration") == 1, errors  # the experiment's size; nothing ran again
-    assert "all of it was done before" in errors

@@ -16,6 +16,7 @@ import yaml
 from llmppo.config import ExperimentConfig
 from llmppo.reporting import figures, theme
 from llmppo.reporting.checks import run_checks
+from llmppo.reporting.comparison import Comparison
 from llmppo.reporting.formats import format_sections
 from llmppo.reporting.panels import draw_panels
 from llmppo.reporting.results import Chain
@@ -176,6 +177,7 @@ def _time_view(
 def build_page(
     config: ExperimentConfig,
     variants: Sequence[VariantSummary],
+    comparisons: Sequence[Comparison],
     baselines: Baselines,
     *,
     results: Path,
@@ -195,6 +197,7 @@ def build_page(
         "report.html.j2",
         config=config,
         variants=variants,
+        comparisons=comparisons,
         several=several,
         chains=chains,
         baselines=baselines,

@@ -11,6 +11,7 @@ from typing import Any
 from llmppo.experiment import parse_experiment
 from llmppo.files import read_json, write_text
 from llmppo.provenance import provenance
+from llmppo.reporting.comparison import compare, comparison_csv, results_tex
 from llmppo.reporting.page import Baselines, build_page, number, shown_config
 from llmppo.reporting.results import finite, load_chains
 from llmppo.reporting.summary import VariantSummary, summarize, summary_csv
@@ -41,16 +42,27 @@ def headline(variants: list[VariantSummary]) -> str:
 
 
 def run(settings: Mapping[str, Any], *, results: Path, baselines: Path | None, out: Path) -> str:
-    """Write the page `out`, and `figures/`, `summary.csv` and `experiment.yaml` beside it.
+    """Write the page `out`, and beside it `figures/`, `summary.csv`, `results.tex` and `experiment.yaml`.
 
+    With several variants `comparison.csv` too.
     `settings` is the whole experiment config, `results` its folder `R/E`.
     """
     config = parse_experiment(settings, "the report's settings")
     variants = summarize(load_chains(results, config.variants, config.seeds))
+    comparisons = compare(variants, config.report.baseline, config.evaluation.decoding[0])
     html = build_page(
-        config, variants, read_baselines(baselines), results=results, page=out, versions=provenance()
+        config,
+        variants,
+        comparisons,
+        read_baselines(baselines),
+        results=results,
+        page=out,
+        versions=provenance(),
     )
     write_text(out.parent / "summary.csv", summary_csv(variants, config.ppo.batch_size))
+    write_text(out.parent / "results.tex", results_tex(variants, comparisons))
+    if comparisons:
+        write_text(out.parent / "comparison.csv", comparison_csv(comparisons))
     write_text(out.parent / "experiment.yaml", shown_config(config))
     write_text(out, html)
     return f"report: {out} ({headline(variants)})"

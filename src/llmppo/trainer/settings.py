@@ -10,7 +10,7 @@ from pydantic_core import PydanticUndefined
 
 from llmppo.config import CosineLRScheduleConfig, PPOConfig, SamplingConfig, Section
 from llmppo.errors import ConfigError
-from llmppo.experiment import explain
+from llmppo.explain import explain
 
 SETTINGS: dict[str, type[Section]] = {
     **dict.fromkeys(PPOConfig.model_fields, PPOConfig),

@@ -25,6 +25,7 @@ STAGES = frozenset(("base_model", "rollout", "critic_warmup", "update", "evaluat
 # A worker must have one thread: no pool for loading weights, no background thread of Arrow's allocator.
 SINGLE_THREADED = {"HF_DEACTIVATE_ASYNC_LOAD": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 START_S = 120.0
+INTERRUPT_S = 3.0  # for an interrupted stage to end by itself
 ACCEPT_S = 120.0  # a base model may have to be loaded before the fork
 
 
@@ -121,7 +122,10 @@ def _request(connection: socket.socket, base: Path | None, arguments: list[str])
         except KeyboardInterrupt:
             with suppress(OSError):
                 connection.sendall(INTERRUPT)
+            connection.settimeout(INTERRUPT_S)
             continue
+        except TimeoutError:
+            return 128 + signal.SIGINT  # and the closed connection makes the worker kill the child
         status = os.waitstatus_to_exitcode(ended["status"])
         if status < 0:
             print(

@@ -1,0 +1,63 @@
+"""Validation errors as messages that name the key, and what would be accepted."""
+
+import difflib
+from typing import Any
+
+from pydantic import ValidationError
+
+from llmppo.config import ExperimentConfig, Section
+from llmppo.errors import ConfigError
+
+
+def _resolve(location: tuple[Any, ...]) -> tuple[str, list[str]]:
+    """The dotted key of a pydantic error location, and the keys accepted in the section that holds it.
+
+    In a section of several kinds pydantic puts the kind into the location; it is no key of the file.
+    """
+    models: list[Any] = [ExperimentConfig]
+    parts = []
+    for part in location[:-1]:
+        kinds = [model for model in models if _kind(model) == part]
+        if kinds:
+            models = kinds
+            continue
+        parts.append(part)
+        following: list[Any] = []
+        for model in models:
+            field = model.model_fields.get(part) if isinstance(part, str) else None
+            if field is not None:
+                following += _sections_in(field.annotation)
+        models = following or models
+    known = sorted({name for model in models for name in model.model_fields})
+    return ".".join(str(part) for part in (*parts, *location[-1:])), known
+
+
+def _kind(section: Any) -> Any:
+    """The value of `kind` that selects a section, or None."""
+    field = section.model_fields.get("kind")
+    return field.annotation.__args__[0] if field is not None else None
+
+
+def _sections_in(annotation: Any) -> list[Any]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for argument in getattr(annotation, "__args__", ()) for section in _sections_in(argument)]
+
+
+def explain(error: ValidationError, source: str) -> ConfigError:
+    """One line for each fault: the key, what is wrong, the value, and the nearest accepted key."""
+    lines = []
+    for fault in error.errors():
+        location = tuple(fault["loc"])
+        key, known = _resolve(location)
+        message = fault["msg"].removeprefix("Value error, ")
+        if fault["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(str(location[-1]), known, n=1)
+            hint = f"; did you mean `{near[0]}`?" if near else "."
+            message = f"unknown key{hint} Accepted: {', '.join(known)}"
+        elif fault["type"] == "missing":
+            message = "is required"
+        elif not isinstance(fault["input"], (dict, Section)):
+            message = f"{message} (got {fault['input']!r})"
+        lines.append(f"  {key or '(top level)'}: {message}")
+    return ConfigError(f"{source}:\n" + "\n".join(lines))

@@ -1,0 +1,179 @@
+"""Variants against a baseline variant: paired by seed, with intervals, and as tables for a paper.
+
+Chains of one seed share the base model where settings agree, and every evaluation plays the same tasks, so
+differences are taken within a seed before they are averaged.
+"""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+
+import numpy as np
+
+from llmppo.reporting.results import Chain
+from llmppo.reporting.statistics import Estimate, paired_bootstrap, t_interval
+from llmppo.reporting.summary import SUCCESS, VariantSummary, aligned
+from llmppo.reporting.transcripts import read_episodes
+
+FINAL, MEAN = "final success", "mean over the curve"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One measure of a variant against the baseline's, over the seeds that both have."""
+
+    variant: str
+    baseline: str
+    measure: str
+    value: float
+    baseline_value: float
+    difference: Estimate  # mean over seeds, with the t interval of paired differences
+    bootstrap: tuple[float, float]  # 95 % interval, seeds and evaluation episodes drawn again
+    wins: int  # seeds in which the variant is better
+    losses: int
+
+
+def area(curve: Mapping[int, float]) -> float:
+    """Mean height of a curve over its iterations, by trapezes; its value where it is one point."""
+    points = sorted(curve.items())
+    if len(points) == 1:
+        return points[0][1]
+    total = sum((b - a) * (x + y) / 2 for (a, x), (b, y) in pairwise(points))
+    return total / (points[-1][0] - points[0][0])
+
+
+def _episode_successes(chain: Chain, iteration: int, decoding: str) -> np.ndarray | None:
+    """Success [E] of each evaluation episode in the order of their ids; None without the file."""
+    known = [record.iteration for record in chain.scored if record.iteration <= iteration]
+    path = chain.evaluation_file(known[-1], decoding) if known else None
+    if path is None or not path.is_file():
+        return None
+    rows = sorted(read_episodes(path, ["episode_id", "success"]), key=lambda row: row["episode_id"])
+    return np.array([float(row["success"]) for row in rows])
+
+
+def _paired_episodes(ours: Chain, theirs: Chain, iteration: int, decoding: str) -> np.ndarray:
+    """Differences [E] in success by evaluation episode; one number where episodes can't be paired."""
+    left, right = (_episode_successes(chain, iteration, decoding) for chain in (ours, theirs))
+    if left is None or right is None or len(left) != len(right):
+        series = aligned([ours, theirs], SUCCESS)
+        return np.array([series[ours.key][iteration] - series[theirs.key][iteration]])
+    return left - right
+
+
+def compare(variants: Sequence[VariantSummary], baseline: str | None, decoding: str) -> list[Comparison]:
+    """Each variant but the baseline (the first one without a name) by its final success and its whole curve.
+
+    Only seeds and iterations count at which both were evaluated.
+    """
+    if len(variants) < 2:
+        return []
+    reference = next((v for v in variants if v.name == baseline), variants[0])
+    found = []
+    for variant in variants:
+        if variant is reference:
+            continue
+        series = aligned([*variant.chains, *reference.chains], SUCCESS)
+        pairs = [
+            (ours, theirs)
+            for ours in variant.chains
+            for theirs in reference.chains
+            if ours.seed == theirs.seed and ours.key in series and theirs.key in series
+        ]
+        shared = [set(series[chain.key]) for pair in pairs for chain in pair]
+        common = sorted(set.intersection(*shared)) if shared else []
+        if not common:
+            continue
+        curves = [
+            tuple({i: series[chain.key][i] for i in common} for chain in (ours, theirs))
+            for ours, theirs in pairs
+        ]
+        episodes = [_paired_episodes(ours, theirs, common[-1], decoding) for ours, theirs in pairs]
+        final = [(ours[common[-1]], theirs[common[-1]]) for ours, theirs in curves]
+        found.append(_comparison(variant.name, reference.name, FINAL, final, episodes))
+        whole = [(area(ours), area(theirs)) for ours, theirs in curves]
+        found.append(_comparison(variant.name, reference.name, MEAN, whole, None))
+    return found
+
+
+def _comparison(
+    variant: str,
+    baseline: str,
+    measure: str,
+    pairs: Sequence[tuple[float, float]],
+    episodes: Sequence[np.ndarray] | None,
+) -> Comparison:
+    differences = [ours - theirs for ours, theirs in pairs]
+    samples = [np.array([value]) for value in differences] if episodes is None else episodes
+    return Comparison(
+        variant,
+        baseline,
+        measure,
+        fmean(ours for ours, _ in pairs),
+        fmean(theirs for _, theirs in pairs),
+        t_interval(differences),
+        paired_bootstrap(samples),
+        sum(value > 0 for value in differences),
+        sum(value < 0 for value in differences),
+    )
+
+
+def comparison_csv(comparisons: Sequence[Comparison]) -> str:
+    """One line a variant and measure; empty cells where one seed gives no interval."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    columns = ["variant", "baseline", "measure", "seeds", "value", "baseline_value", "difference"]
+    columns += ["ci_low", "ci_high", "bootstrap_low", "bootstrap_high", "wins", "losses"]
+    writer.writerow(columns)
+    for row in comparisons:
+        numbers = [
+            row.value,
+            row.baseline_value,
+            row.difference.mean,
+            row.difference.low,
+            row.difference.high,
+        ]
+        writer.writerow(
+            [row.variant, row.baseline, row.measure, row.difference.n]
+            + ["" if value is None else f"{value:.6g}" for value in (*numbers, *row.bootstrap)]
+            + [row.wins, row.losses]
+        )
+    return buffer.getvalue()
+
+
+def _tex(text: str) -> str:
+    return "".join(rf"\{character}" if character in "&%$#_{}" else character for character in text)
+
+
+def _tex_interval(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return "--"
+    if estimate.low is None or estimate.high is None:
+        return f"${estimate.mean:.3f}$"
+    return f"${estimate.mean:.3f}$ [${estimate.low:.3f}$, ${estimate.high:.3f}$]"
+
+
+def results_tex(variants: Sequence[VariantSummary], comparisons: Sequence[Comparison]) -> str:
+    """A booktabs table: success before and after, and the paired difference, with 95 % intervals."""
+    finals = {row.variant: row for row in comparisons if row.measure == FINAL}
+    head = ["variant", "seeds", "before", "after", "difference", "wins--losses"]
+    lines = [
+        rf"\begin{{tabular}}{{lr{'l' * (len(head) - 2)}}}",
+        r"\toprule",
+        " & ".join(head) + r" \\",
+        r"\midrule",
+    ]
+    for variant in variants:
+        row = finals.get(variant.name)
+        cells = [
+            _tex(variant.name),
+            str(len(variant.rows)),
+            _tex_interval(variant.start),
+            _tex_interval(variant.end),
+        ]
+        cells += ["--", "--"] if row is None else [_tex_interval(row.difference), f"{row.wins}--{row.losses}"]
+        lines.append(" & ".join(cells) + r" \\")
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
