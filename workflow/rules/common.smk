@@ -29,6 +29,16 @@ except LlmppoError as error:
 
 LAYOUT = PLAN.layout
 
+# Snakemake limits jobs to a hundred a second, and for every job it has started its scheduler then wakes once
+# a second for good: a whole core by the thousandth job. A limit that somebody asked for stays.
+LIMITS = workflow.scheduling_settings
+if LIMITS is not None and LIMITS.max_jobs_per_timespan is not None:
+    if (
+        LIMITS.max_jobs_per_timespan.max_jobs,
+        LIMITS.max_jobs_per_timespan.timespan,
+    ) == (100, 1):
+        LIMITS.max_jobs_per_timespan = None
+
 LOCK = None
 
 
