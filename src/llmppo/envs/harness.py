@@ -17,11 +17,11 @@ import numpy as np
 
 from llmppo.engines.base import Generation, GenerationRequest
 from llmppo.envs.protocol import (
-    Message,
     TextEnvironment,
     dataset_size,
     info_flag,
     json_info,
+    readable,
     reset_environment,
     step_environment,
 )
@@ -120,7 +120,7 @@ class RolloutHarness:
         if self.system_prompt is not None:
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         self._spec = spec
-        self._observation = _readable(reset.messages)
+        self._observation = readable(reset.messages)
         self._info: Mapping[str, Any] = {"task_id": digest(reset.messages), **reset.info}
         self._step_info: Mapping[str, Any] = {}
         self._tokens = list(self.framer.prompt(messages))
@@ -179,7 +179,7 @@ class RolloutHarness:
         self._over = step.terminated or step.truncated or len(self._turns) == self.max_turns
         if not step.terminated and (not self._over or self.keep_final_observation):
             ended = generation.stop_reason is StopReason.EOS
-            feedback = self.framer.feedback(step.observation, reply[-1] if ended and reply else None)
+            feedback = self.framer.feedback(step.messages, reply[-1] if ended and reply else None)
             length = len(self._tokens) + len(feedback)
             if length >= self.max_model_len:
                 self._over = True
@@ -231,12 +231,6 @@ class RolloutHarness:
         said = info_flag(self.env, spec.episode_id, self._step_info, "success", "correct")
         total = sum(turn.reward for turn in self._turns)
         return total >= self.success_threshold if said is None else said
-
-
-def _readable(messages: list[Message]) -> str:
-    if len(messages) == 1:
-        return messages[0]["content"]
-    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
 @lru_cache(maxsize=16)
