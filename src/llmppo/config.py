@@ -99,7 +99,31 @@ class DatasetConfig(Section):
         return self
 
 
-class EnvConfig(Section):
+class EnvironmentLimits(Section):
+    """What environments may take: time, attempts, threads."""
+
+    step_timeout_s: Annotated[float, Field(gt=0)] | None = Field(
+        60.0,
+        description="Seconds that one reset or step may take; null is no limit. With `concurrency: 1` null also runs environments in the main thread, which those with signal handlers need.",
+    )
+    retries: NonNegative = Field(
+        1,
+        description="Times that an episode whose environment failed (raised, was late, or left the protocol) starts over, with the same seed and replies.",
+    )
+    max_failed_frac: Fraction = Field(
+        0.1,
+        description="Share of a job's episodes that may fail; they are marked, counted and not trained on. Above it the job fails.",
+    )
+    concurrency: Positive = Field(
+        8, description="Environment calls that run at once, in threads; results don't depend on it."
+    )
+    waves: Positive = Field(
+        1,
+        description="Parts of a job's episodes that play independently: one generates while environments of the others are busy. More than 1 pays where steps take about as long as replies.",
+    )
+
+
+class EnvConfig(EnvironmentLimits):
     """The environment and how its texts become tokens."""
 
     factory: str = Field(

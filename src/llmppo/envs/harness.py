@@ -7,9 +7,12 @@
 
 The transcript only grows: prompt, sampled ids as they are, feedback frame, sampled ids, ... Seeds come from
 the `EpisodeSpec`. A transcript without room for one more token ends the episode as truncated.
+
+`begin` is `enter(opening(spec)())` and `advance` is `observe(answering(generation)())`: the calls that
+`opening` and `answering` return only touch the environment, so they may run in another thread.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Self
 
@@ -17,7 +20,10 @@ import numpy as np
 
 from llmppo.engines.base import Generation, GenerationRequest
 from llmppo.envs.protocol import (
+    Reset,
+    Step,
     TextEnvironment,
+    close_environment,
     dataset_size,
     info_flag,
     json_info,
@@ -113,20 +119,34 @@ class RolloutHarness:
 
     def begin(self, spec: EpisodeSpec, *, row_index: int | None = None, evaluation: bool = False) -> None:
         """Reset the environment and render the prompt."""
+        self.enter(self.opening(spec, row_index=row_index, evaluation=evaluation)())
+
+    def opening(
+        self, spec: EpisodeSpec, *, row_index: int | None = None, evaluation: bool = False
+    ) -> Callable[[], Reset]:
+        """Start an episode: the call that resets the environment, whose result `enter` takes."""
         seed = derive_seed(spec.seed, spec.split, spec.iteration, spec.index)
         arguments = {"seed": seed, "row_index": row_index, "evaluation": evaluation}
-        reset = reset_environment(self.env, spec.episode_id, arguments)
-        messages = reset.messages
-        if self.system_prompt is not None:
-            messages = [{"role": "system", "content": self.system_prompt}, *messages]
         self._spec = spec
-        self._observation = readable(reset.messages)
-        self._info: Mapping[str, Any] = {"task_id": digest(reset.messages), **reset.info}
+        self._observation = ""
+        self._info: Mapping[str, Any] = {"task_id": ""}
         self._step_info: Mapping[str, Any] = {}
-        self._tokens = list(self.framer.prompt(messages))
+        self._tokens: list[int] = []
         self._turns: list[Turn] = []
         self._logprobs: list[np.ndarray] = []
-        self._terminated = False
+        self._terminated = self._over = False
+        self._generation: Generation | None = None
+        env = self.env
+        return lambda: reset_environment(env, spec.episode_id, arguments)
+
+    def enter(self, reset: Reset) -> None:
+        """Render the prompt of the episode that `opening` began."""
+        spec, messages = self._started(), reset.messages
+        if self.system_prompt is not None:
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        self._observation = readable(reset.messages)
+        self._info = {"task_id": digest(reset.messages), **reset.info}
+        self._tokens = list(self.framer.prompt(messages))
         self._over = len(self._tokens) >= self.max_model_len
         if not self._tokens:
             raise TemplateError(
@@ -149,6 +169,10 @@ class RolloutHarness:
 
     def advance(self, generation: Generation) -> None:
         """Append the reply, let the environment judge it, and frame its answer."""
+        self.observe(self.answering(generation)())
+
+    def answering(self, generation: Generation) -> Callable[[], Step]:
+        """The call that hands the reply to the environment; `observe` takes its result."""
         spec = self._started()
         reply = generation.token_ids
         start = len(self._tokens)
@@ -157,19 +181,34 @@ class RolloutHarness:
                 f"{spec.episode_id}: a reply of {len(reply)} tokens and {len(generation.logprobs)} log-probs after "
                 f"{start} of {self.max_model_len} tokens{' in an episode that is over' if self._over else ''}; the engine must answer `request()`"
             )
+        self._generation = generation
+        self._action = self.tokenizer.decode(
+            reply, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        env, action = self.env, self._action
+        return lambda: step_environment(env, spec.episode_id, action)
+
+    def observe(self, step: Step) -> None:
+        """Append the reply that the environment judged, and frame its answer."""
+        spec, generation = self._started(), self._generation
+        if generation is None:
+            raise TrajectoryError(
+                f"{spec.episode_id}: no reply waits for a judgement; call `answering` first"
+            )
+        invalid = bool(info_flag(self.env, spec.episode_id, step.info, "invalid"))
+        self._generation = None
+        reply, start = generation.token_ids, len(self._tokens)
         self._tokens = self._tokens + list(reply)
         self._logprobs.append(generation.logprobs)
-        action = self.tokenizer.decode(reply, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        step = step_environment(self.env, spec.episode_id, action)
         self._turns.append(
             Turn(
                 start=start,
                 end=len(self._tokens),
                 reward=step.reward,
                 stop_reason=self._stop_reason(generation),
-                invalid=bool(info_flag(self.env, spec.episode_id, step.info, "invalid")),
+                invalid=invalid,
                 observation=self._observation,
-                action=action,
+                action=self._action,
             )
         )
         self._observation = step.observation
@@ -186,10 +225,10 @@ class RolloutHarness:
             if not self._over or (self.keep_final_observation and length <= self.max_model_len):
                 self._tokens = self._tokens + list(feedback)
 
-    def episode(self) -> Episode:
-        """The finished episode."""
+    def episode(self, failure: str | None = None) -> Episode:
+        """The finished episode; with `failure` one that its environment broke off, as far as it came."""
         spec = self._started()
-        if not self._over:
+        if not self._over and failure is None:
             raise TrajectoryError(f"{spec.episode_id} isn't over: `request()` still asks for a reply")
         logprobs = np.concatenate([np.zeros(0), *self._logprobs]).astype(np.float32)
         info = {key: value for key, value in self._info.items() if key not in ("invalid", "task_id")}
@@ -199,17 +238,16 @@ class RolloutHarness:
             token_ids=np.array(self._tokens, np.int32),
             sampling_logprobs=logprobs,
             turns=tuple(self._turns),
-            terminated=self._terminated,
-            truncated=not self._terminated,
-            success=self._success(spec),
-            info=json_info(self.env, spec.episode_id, info),
+            terminated=self._terminated and failure is None,
+            truncated=not self._terminated or failure is not None,
+            success=failure is None and self._success(spec),
+            info={} if failure is not None else json_info(self.env, spec.episode_id, info),
+            failure=failure,
         )
 
     def close(self) -> None:
         """Release the environment, where it has a `close`."""
-        close = getattr(self.env, "close", None)
-        if close is not None:
-            close()
+        close_environment(self.env, "none" if self._spec is None else self._spec.episode_id)
 
     def _started(self) -> EpisodeSpec:
         if self._spec is None:

@@ -143,6 +143,12 @@ def step_environment(env: Any, episode: str, action: str) -> Step:
     )
 
 
+def close_environment(env: Any, episode: str) -> None:
+    """Call `env.close`, where there is one. Raises EnvironmentFault naming `episode`."""
+    if getattr(env, "close", None) is not None:
+        _call(env, episode, "close")
+
+
 def info_flag(env: Any, episode: str, info: Mapping[str, Any], *names: str) -> bool | None:
     """The first of `names` that `info` holds, as a bool; None if it holds none of them."""
     for name in names:

@@ -143,7 +143,8 @@ def _stack_supports(
 
 
 def batch_from_episodes(episodes: Sequence[Episode], max_turns: int) -> UpdateBatch:
-    """The batch of finished episodes; `rewards` has `max_turns` columns."""
+    """The batch of finished episodes; `rewards` has `max_turns` columns. Those whose environment failed are left out."""
+    episodes = [episode for episode in episodes if episode.failure is None]
     rewards = [
         [turn.reward for turn in episode.turns] + [0.0] * (max_turns - len(episode.turns))
         for episode in episodes

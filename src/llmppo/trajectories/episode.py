@@ -71,6 +71,9 @@ class Episode:
     truncated: bool
     success: bool
     info: Mapping[str, Any] = field(default_factory=dict)
+    failure: str | None = (
+        None  # how the environment failed; such an episode is kept, but nothing learns from it
+    )
 
     def __post_init__(self) -> None:
         end = 0

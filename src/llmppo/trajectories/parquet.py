@@ -68,6 +68,7 @@ def write_episodes(path: str | Path, episodes: Sequence[Episode], metadata: Mapp
         "num_turns": turns,
         "num_action_tokens": [episode.num_action_tokens for episode in ordered],
         "info": [canonical_json(dict(episode.info)) for episode in ordered],
+        "failure": [episode.failure for episode in ordered],
     }
     columns = {name: pa.array(scalar_values[name], kind) for name, kind in SCALARS.items()}
     columns |= {name: list_column(token_values[name], kind, tokens) for name, kind in TOKEN_LISTS.items()}
@@ -204,6 +205,7 @@ def _episode(scalars: Mapping[str, Any], lists: Mapping[str, Any]) -> Episode:
         truncated=scalars["truncated"],
         success=scalars["success"],
         info=json.loads(scalars["info"]),
+        failure=scalars["failure"],
     )
     expected = {
         "episode_id": episode.spec.episode_id,

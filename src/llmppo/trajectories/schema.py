@@ -1,7 +1,8 @@
 """The Arrow schemas of trajectory files, and how tables of them become files.
 
 Lists of one row are of equal length within their axis: T tokens (`TOKEN_LISTS`) or K turns (`TURN_LISTS`), so
-`UNNEST` and `explode` give the token and turn tables. Only numbers that a token need not have are nullable.
+`UNNEST` and `explode` give the token and turn tables. Only numbers that a token need not have are nullable,
+and `failure`, which is null where the environment did its work.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ import pyarrow.parquet as pq
 from llmppo.errors import ArtefactError
 from llmppo.files import atomic_path, canonical_json
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 TOKEN_LISTS: dict[str, pa.DataType] = {
     "token_ids": pa.int32(),
@@ -47,6 +48,7 @@ SCALARS: dict[str, pa.DataType] = {
     "num_turns": pa.int32(),
     "num_action_tokens": pa.int32(),
     "info": pa.string(),
+    "failure": pa.string(),
 }
 UPDATE_LISTS = ("old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 
@@ -57,7 +59,7 @@ def _list_of(name: str, kind: pa.DataType) -> pa.Field:
 
 
 EPISODE_SCHEMA = pa.schema(
-    [pa.field(name, kind, nullable=False) for name, kind in SCALARS.items()]
+    [pa.field(name, kind, nullable=name == "failure") for name, kind in SCALARS.items()]
     + [_list_of(name, kind) for name, kind in (TOKEN_LISTS | TURN_LISTS).items()]
 )
 UPDATE_SCHEMA = pa.schema(
