@@ -163,6 +163,9 @@ class SamplingConfig(Section):
         None, description="Most sampled tokens of a reply; null leaves `max_model_len` as the bound."
     )
     max_model_len: Positive = Field(1024, description="Longest transcript in tokens.")
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        [], description="Texts that end a reply; the token that completes one belongs to the reply."
+    )
     hf_generate_chunk_size: Positive | None = Field(
         None, description="Prompts that one generation batch of the `hf` engine holds; null takes all."
     )

@@ -106,6 +106,7 @@ class LLMPPO(Bookkeeping):
         self._block_began = None
         self.last_outcome: Outcome | None = None
         self._engine: GenerationEngine | None = None
+        self._tokenizer: Any = None
 
     def _base_model(self, network: Any, device: str | torch.device | None) -> Any:
         if network is None:
@@ -195,18 +196,22 @@ class LLMPPO(Bookkeeping):
                 ActorStep(self.model),
                 self.end_token_ids or model_end_tokens(self.model.base),
                 self.sampling,
+                tokenizer=self._tokenizer,
                 pad_id=self.pad_token_id or 0,
                 device=self.device,
             )
         return self._engine
 
     def listen_for_end_of(self, tokenizer: Any) -> None:
-        """End replies where this tokenizer and its chat template do, not only where the model's config says."""
+        """End replies where this tokenizer and its chat template do, not only where the model's config says.
+
+        Stop strings are read with it.
+        """
         from llmppo.envs.templates import end_token_ids
 
         found = frozenset(end_token_ids(tokenizer, self.model.base.generation_config))
-        if found != self.end_token_ids:
-            self.end_token_ids, self._engine = found, None
+        if found != self.end_token_ids or tokenizer is not self._tokenizer:
+            self.end_token_ids, self._tokenizer, self._engine = found, tokenizer, None
 
     def get_action(
         self, obs: Sequence[Mapping[str, Any]] | Mapping[str, Any], training: bool | None = None
