@@ -140,6 +140,10 @@ class EnvConfig(EnvironmentLimits):
         True, description="Refuse a template that renders a finished turn differently from what was sampled."
     )
     system_prompt: str | None = Field(None, description="System message, once at the start of an episode.")
+    restart_keep_turns: Positive | None = Field(
+        None,
+        description="Where a transcript would outgrow `rollout.max_model_len`, go on after a new prompt: the first messages and this many of the latest turns (fewer where they don't fit). null ends the episode as truncated.",
+    )
     success_threshold: float = Field(
         1.0,
         description="Return from which an episode counts as a success when the environment's info has no `success` or `correct`.",

@@ -2,13 +2,19 @@
 
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 
 from llmppo.config import LoraSection
-from llmppo.errors import TrajectoryError
+from llmppo.engines.base import Generation
+from llmppo.envs.harness import RolloutHarness
+from llmppo.errors import TemplateError, TrajectoryError
+from llmppo.testing import CountdownEnv, tiny_tokenizer
 from llmppo.testing.batches import StepRecorder, tiny_agent
-from llmppo.trainer.batch import build_batch
+from llmppo.trainer.batch import batch_from_episodes, build_batch
+from llmppo.trajectories.episode import Episode, EpisodeSpec, StopReason, Turn
+from llmppo.trajectories.parquet import read_episodes, write_episodes
 
 # Per episode its segments, per segment the turn of each token (-1: not sampled).
 EPISODES = [
@@ -125,4 +131,106 @@ def test_layouts_that_cannot_be_are_refused(segments, message):
             [[0.0, 0.0, 0.0]],
             [False],
             segments=[segments],
+        )
+
+
+# -- restarts of the harness ----------------------------------------------------------------------
+
+TOKENIZER = tiny_tokenizer()
+END = TOKENIZER.eos_token_id
+SPEC = EpisodeSpec(seed=0, split="train", iteration=1, index=0)
+
+
+def prompt(*messages):
+    return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in messages) + "<|im_start|>assistant\n"  # fmt: skip
+
+
+def answer(letter):
+    ids = [*TOKENIZER.encode(letter), END]
+    return Generation(token_ids=ids, logprobs=np.zeros(2, np.float32), stop_reason=StopReason.EOS)
+
+
+def play(turns, **settings):
+    harness = RolloutHarness.local(
+        CountdownEnv(9), TOKENIZER, max_turns=turns, system_prompt="Play.", max_output_tokens=4, **settings
+    )
+    harness.begin(SPEC)
+    contexts = []
+    for letter in "abcdef"[:turns]:
+        request = harness.request()
+        if request is None:
+            break
+        contexts.append(TOKENIZER.decode(request.token_ids))
+        assert len(request.token_ids) + request.max_new_tokens <= settings["max_model_len"]
+        harness.advance(answer(letter))
+    assert harness.request() is None
+    return harness.episode(), contexts
+
+
+def test_a_context_that_is_full_starts_anew_with_the_latest_turns():
+    game = play(1, max_model_len=400)[0].turns[0].observation
+    first = prompt(("system", "Play."), ("user", game))
+    two_turns = TOKENIZER.encode(
+        prompt(
+            ("system", "Play."), ("user", game), ("assistant", "a"), ("user", "8 left."), ("assistant", "b")
+        )
+    )
+    limit = len(two_turns) + 2  # no room for the second answer
+    episode, contexts = play(4, max_model_len=limit, restart_keep_turns=1)
+    assert contexts == [
+        first,
+        prompt(("system", "Play."), ("user", game), ("assistant", "a"), ("user", "8 left.")),
+        prompt(("system", "Play."), ("user", game), ("assistant", "b"), ("user", "7 left.")),
+        prompt(("system", "Play."), ("user", game), ("assistant", "c"), ("user", "6 left.")),
+    ]
+    assert len(episode.turns) == 4
+    rows = np.split(episode.token_ids, episode.segment_starts[1:])
+    assert TOKENIZER.decode(rows[1]) == contexts[2] + "c<|im_end|>"
+    assert TOKENIZER.decode(episode.token_ids[episode.action_mask]) == "".join(
+        f"{letter}<|im_end|>" for letter in "abcd"
+    )
+    assert sum(episode.segments) == len(episode.token_ids)
+    assert [len(row) for row in rows] == list(episode.segments)
+    unrestarted, _ = play(4, max_model_len=limit)
+    assert (len(unrestarted.turns), unrestarted.truncated, unrestarted.segment_starts) == (2, True, (0,))
+
+
+def test_a_restart_that_leaves_no_room_ends_the_episode():
+    short = len(TOKENIZER.encode(prompt(("system", "Play."), ("user", "Game 3: 9 left.")))) + 8
+    episode, contexts = play(4, max_model_len=short, restart_keep_turns=3)
+    assert (len(contexts), episode.truncated, episode.segment_starts) == (1, True, (0,))
+
+
+def test_segments_are_stored_and_trained_on(tmp_path):
+    episode, _ = play(4, max_model_len=75, restart_keep_turns=1)
+    assert len(episode.segments) > 1
+    write_episodes(tmp_path / "a", [episode], {})
+    (read,) = read_episodes(tmp_path / "a")
+    assert read.segment_starts == episode.segment_starts
+    running = tiny_agent(vocab_size=320, max_turns=4, lr_actor=0.0, lr_critic=0.0)
+    assert batch_from_episodes([read], 4).segments == [episode.segments]
+    assert running.learn(batch_from_episodes([read], 4))["perf/rows_dropped"] == 0
+
+
+def test_restarts_need_a_chat_template():
+    with pytest.raises(TemplateError, match="restart_keep_turns needs apply_chat_template"):
+        RolloutHarness.local(CountdownEnv(), TOKENIZER, apply_chat_template=False, restart_keep_turns=1)
+
+
+@pytest.mark.parametrize("starts", [(), (1,), (0, 0), (0, 4), (0, 2)])
+def test_episodes_refuse_impossible_segments(starts):
+    turn = Turn(
+        start=1, end=3, reward=0.0, stop_reason=StopReason.EOS, invalid=False, observation="", action=""
+    )
+    with pytest.raises(TrajectoryError, match="segments can't start at"):
+        Episode(
+            spec=SPEC,
+            task_id="t",
+            token_ids=np.zeros(4, np.int32),
+            sampling_logprobs=np.zeros(2, np.float32),
+            turns=(turn,),
+            terminated=True,
+            truncated=False,
+            success=False,
+            segment_starts=starts,
         )

@@ -6,7 +6,9 @@
     episode = harness.episode()
 
 The transcript only grows: prompt, sampled ids as they are, feedback frame, sampled ids, ... Seeds come from
-the `EpisodeSpec`. A transcript without room for one more token ends the episode as truncated.
+the `EpisodeSpec`. A transcript without room for one more token ends the episode as truncated, or with
+`restart_keep_turns` starts a new segment: a fresh prompt of the first messages and the latest turns, after which
+the model sees nothing of the tokens before.
 
 `begin` is `enter(opening(spec)())` and `advance` is `observe(answering(generation)())`: the calls that
 `opening` and `answering` return only touch the environment, so they may run in another thread.
@@ -20,6 +22,7 @@ import numpy as np
 
 from llmppo.engines.base import Generation, GenerationRequest
 from llmppo.envs.protocol import (
+    Message,
     Reset,
     Step,
     TextEnvironment,
@@ -50,6 +53,7 @@ class RolloutHarness:
         max_turns: int,
         pad_id: int | None,
         system_prompt: str | None,
+        restart_keep_turns: int | None,
         max_model_len: int,
         max_output_tokens: int | None,
         min_output_tokens: int | None,
@@ -60,6 +64,7 @@ class RolloutHarness:
         self.max_turns, self.pad_id, self.system_prompt = max_turns, pad_id, system_prompt
         self.max_model_len, self.max_output_tokens = max_model_len, max_output_tokens
         self.min_output_tokens = min_output_tokens or 0
+        self.restart_keep_turns = restart_keep_turns
         self.keep_final_observation, self.success_threshold = keep_final_observation, success_threshold
         self._spec: EpisodeSpec | None = None
 
@@ -74,6 +79,7 @@ class RolloutHarness:
         apply_chat_template: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         system_prompt: str | None = None,
+        restart_keep_turns: int | None = None,
         max_model_len: int = 1024,
         max_output_tokens: int | None = None,
         min_output_tokens: int | None = None,
@@ -90,6 +96,8 @@ class RolloutHarness:
             raise TemplateError(
                 "system_prompt needs apply_chat_template; put the text into the environment's first observation instead"
             )
+        if restart_keep_turns is not None and not apply_chat_template:
+            raise TemplateError("restart_keep_turns needs apply_chat_template, which tells turns apart")
         framer = make_framer(
             tokenizer,
             apply_chat_template=apply_chat_template,
@@ -105,6 +113,7 @@ class RolloutHarness:
             max_turns=max_turns,
             pad_id=pad_id,
             system_prompt=system_prompt,
+            restart_keep_turns=restart_keep_turns,
             max_model_len=max_model_len,
             max_output_tokens=max_output_tokens,
             min_output_tokens=min_output_tokens,
@@ -131,7 +140,10 @@ class RolloutHarness:
         self._observation = ""
         self._info: Mapping[str, Any] = {"task_id": ""}
         self._step_info: Mapping[str, Any] = {}
-        self._tokens: list[int] = []
+        self._tokens: list[int] = []  # of all segments
+        self._segment_starts = [0]
+        self._opening_messages: list[Message] = []
+        self._answers: list[list[Message]] = []  # reply and observation of each turn
         self._turns: list[Turn] = []
         self._logprobs: list[np.ndarray] = []
         self._terminated = self._over = False
@@ -145,6 +157,7 @@ class RolloutHarness:
         if self.system_prompt is not None:
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         self._observation = readable(reset.messages)
+        self._opening_messages = messages
         self._info = {"task_id": digest(reset.messages), **reset.info}
         self._tokens = list(self.framer.prompt(messages))
         self._over = len(self._tokens) >= self.max_model_len
@@ -158,10 +171,11 @@ class RolloutHarness:
         spec = self._started()
         if self._over:
             return None
-        room = self.max_model_len - len(self._tokens)
+        context = self._tokens[self._segment_starts[-1] :]
+        room = self.max_model_len - len(context)
         most = room if self.max_output_tokens is None else min(room, self.max_output_tokens)
         return GenerationRequest(
-            token_ids=self._tokens,
+            token_ids=context,
             seed=derive_seed(spec.seed, spec.split, spec.iteration, spec.index, "turn", len(self._turns)),
             max_new_tokens=most,
             min_new_tokens=min(self.min_output_tokens, most),
@@ -175,7 +189,7 @@ class RolloutHarness:
         """The call that hands the reply to the environment; `observe` takes its result."""
         spec = self._started()
         reply = generation.token_ids
-        start = len(self._tokens)
+        start = len(self._tokens) - self._segment_starts[-1]
         if self._over or start + len(reply) > self.max_model_len or len(generation.logprobs) != len(reply):
             raise TrajectoryError(
                 f"{spec.episode_id}: a reply of {len(reply)} tokens and {len(generation.logprobs)} log-probs after "
@@ -212,6 +226,7 @@ class RolloutHarness:
             )
         )
         self._observation = step.observation
+        self._answers.append([{"role": "assistant", "content": self._action}, *step.messages])
         self._info = {**self._info, **step.info}
         self._step_info = step.info
         self._terminated = step.terminated
@@ -219,11 +234,25 @@ class RolloutHarness:
         if not step.terminated and (not self._over or self.keep_final_observation):
             ended = generation.stop_reason is StopReason.EOS
             feedback = self.framer.feedback(step.messages, reply[-1] if ended and reply else None)
-            length = len(self._tokens) + len(feedback)
-            if length >= self.max_model_len:
+            length = len(self._tokens) - self._segment_starts[-1] + len(feedback)
+            if length >= self.max_model_len and not self._over:
+                prompt = self._restart()
+                if prompt is not None:
+                    self._segment_starts.append(len(self._tokens))
+                    self._tokens = self._tokens + prompt
+                    return
                 self._over = True
             if not self._over or (self.keep_final_observation and length <= self.max_model_len):
                 self._tokens = self._tokens + list(feedback)
+
+    def _restart(self) -> list[int] | None:
+        """The prompt of a new segment that leaves room for a reply; None if restarts are off or none fits."""
+        for turns in range(min(self.restart_keep_turns or 0, len(self._answers)), 0, -1):
+            latest = [message for answer in self._answers[-turns:] for message in answer]
+            prompt = list(self.framer.prompt([*self._opening_messages, *latest]))
+            if len(prompt) + (self.max_output_tokens or 1) <= self.max_model_len:
+                return prompt
+        return None
 
     def episode(self, failure: str | None = None) -> Episode:
         """The finished episode; with `failure` one that its environment broke off, as far as it came."""
@@ -242,6 +271,7 @@ class RolloutHarness:
             truncated=not self._terminated or failure is not None,
             success=failure is None and self._success(spec),
             info={} if failure is not None else json_info(self.env, spec.episode_id, info),
+            segment_starts=tuple(self._segment_starts),
             failure=failure,
         )
 

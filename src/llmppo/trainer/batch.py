@@ -184,4 +184,5 @@ def batch_from_episodes(episodes: Sequence[Episode], max_turns: int) -> UpdateBa
         rewards,
         [episode.truncated for episode in episodes],
         [episode.sampling_logprobs for episode in episodes],
+        segments=[episode.segments for episode in episodes],
     )
