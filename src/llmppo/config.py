@@ -99,7 +99,31 @@ class DatasetConfig(Section):
         return self
 
 
-class EnvConfig(Section):
+class EnvironmentLimits(Section):
+    """What environments may take: time, attempts, threads."""
+
+    step_timeout_s: Annotated[float, Field(gt=0)] | None = Field(
+        60.0,
+        description="Seconds that one reset or step may take; null is no limit. With `concurrency: 1` null also runs environments in the main thread, which those with signal handlers need.",
+    )
+    retries: NonNegative = Field(
+        1,
+        description="Times that an episode whose environment failed (raised, was late, or left the protocol) starts over, with the same seed and replies.",
+    )
+    max_failed_frac: Fraction = Field(
+        0.1,
+        description="Share of a job's episodes that may fail; they are marked, counted and not trained on. Above it the job fails.",
+    )
+    concurrency: Positive = Field(
+        8, description="Environment calls that run at once, in threads; results don't depend on it."
+    )
+    waves: Positive = Field(
+        1,
+        description="Parts of a job's episodes that play independently: one generates while environments of the others are busy. More than 1 pays where steps take about as long as replies.",
+    )
+
+
+class EnvConfig(EnvironmentLimits):
     """The environment and how its texts become tokens."""
 
     factory: str = Field(
@@ -116,6 +140,10 @@ class EnvConfig(Section):
         True, description="Refuse a template that renders a finished turn differently from what was sampled."
     )
     system_prompt: str | None = Field(None, description="System message, once at the start of an episode.")
+    restart_keep_turns: Positive | None = Field(
+        None,
+        description="Where a transcript would outgrow `rollout.max_model_len`, go on after a new prompt: the first messages and this many of the latest turns (fewer where they don't fit). null ends the episode as truncated.",
+    )
     success_threshold: float = Field(
         1.0,
         description="Return from which an episode counts as a success when the environment's info has no `success` or `correct`.",
@@ -139,6 +167,9 @@ class SamplingConfig(Section):
         None, description="Most sampled tokens of a reply; null leaves `max_model_len` as the bound."
     )
     max_model_len: Positive = Field(1024, description="Longest transcript in tokens.")
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        [], description="Texts that end a reply; the token that completes one belongs to the reply."
+    )
     hf_generate_chunk_size: Positive | None = Field(
         None, description="Prompts that one generation batch of the `hf` engine holds; null takes all."
     )

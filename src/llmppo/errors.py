@@ -21,6 +21,10 @@ class EnvironmentFault(LlmppoError):
     """An environment raised, or returned something outside its protocol."""
 
 
+class EnvironmentTimeout(EnvironmentFault):
+    """An environment took longer than `env.step_timeout_s`; it may still be running."""
+
+
 class NonFiniteError(LlmppoError):
     """A loss or gradient is NaN or infinite; names the episodes, raised before any weight changes."""
 

@@ -6,7 +6,7 @@ read must not be among them.
 
 from typing import Any
 
-from llmppo.config import ExperimentConfig, PPOConfig, SamplingConfig, StageResources
+from llmppo.config import EnvironmentLimits, ExperimentConfig, PPOConfig, SamplingConfig, StageResources
 from llmppo.errors import ConfigError
 
 STAGES = (
@@ -100,7 +100,8 @@ def stage_settings(config: ExperimentConfig, stage: str) -> dict[str, Any]:
         case "dataset":
             return {"dataset": config.dataset and _dump(config.dataset)}
         case "baselines":
-            return {"env": _dump(config.env), "dataset_present": config.dataset is not None}
+            env = _dump(config.env, exclude=set(EnvironmentLimits.model_fields))
+            return {"env": env, "dataset_present": config.dataset is not None}
         case "rollout":
             return {
                 "env": _dump(config.env),

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from llmppo.config import EnvironmentLimits
 from llmppo.envs.harness import RolloutHarness
 from llmppo.errors import ConfigError
 from llmppo.trainer import LLMPPO
@@ -30,6 +29,7 @@ def collect_batch(
     env_factory: Callable[[], RolloutHarness],
     *,
     shard_size: int | None = None,
+    limits: EnvironmentLimits | None = None,
 ) -> list[Episode]:
     """The episodes of the agent's next learn call, sampled shard by shard as the `rollout` stage does."""
     split, iteration = next_iteration(agent)
@@ -41,7 +41,11 @@ def collect_batch(
             EpisodeSpec(seed=agent.seed, split=split, iteration=iteration, index=index) for index in indices
         ]
         episodes += collect_episodes(
-            lambda: agent_harness(agent, env_factory), agent.engine, specs, batch_size=agent.config.batch_size
+            lambda: agent_harness(agent, env_factory),
+            agent.engine,
+            specs,
+            batch_size=agent.config.batch_size,
+            limits=limits or EnvironmentLimits(),
         )
     return sorted(episodes, key=lambda episode: episode.spec.episode_id)
 
@@ -78,6 +82,7 @@ def train_llm_rollout(
     shard_size: int | None = None,
     checkpoint_path: str | Path | None = None,
     checkpoint_interval: int | None = None,
+    environment_limits: EnvironmentLimits | None = None,
     verbose: bool = True,
     on_iteration: Callable[[LLMPPO, dict[str, Any]], None] | None = None,
 ) -> list[LLMPPO]:
@@ -95,6 +100,8 @@ def train_llm_rollout(
         max_wall_seconds: Stop after the iteration in which this time is over.
         shard_size: Episodes that generate together, as `rollout.shard_size`; None takes the whole batch.
         checkpoint_path: Folder for checkpoints `<learn step>/`, every `checkpoint_interval` and at the end.
+        environment_limits: Time, retries, threads and tolerated failures of environments, as the keys of `env`;
+            None takes their defaults.
         verbose: Print one line a learn call to stderr.
         on_iteration: Called with the agent and its metrics after each learn call.
 
@@ -119,7 +126,7 @@ def train_llm_rollout(
     active = list(pop)
     while active:
         for agent in list(active):
-            metrics = _iterate(agent, env_factory, max_turns, shard_size)
+            metrics = _iterate(agent, env_factory, max_turns, shard_size, environment_limits)
             if evaluation_interval and agent.learn_steps % evaluation_interval == 0:
                 metrics["eval/fitness"] = float(agent.test(test_harness, loop=eval_loop))
             agent.history.append(metrics)
@@ -152,22 +159,27 @@ def train_llm_rollout(
 
 
 def _iterate(
-    agent: LLMPPO, env_factory: Callable[[], RolloutHarness], max_turns: int, shard_size: int | None
+    agent: LLMPPO,
+    env_factory: Callable[[], RolloutHarness],
+    max_turns: int,
+    shard_size: int | None,
+    limits: EnvironmentLimits | None,
 ) -> dict[str, Any]:
     """Collect one batch and learn from it."""
     split, iteration = next_iteration(agent)
     agent.init_training_step()
     began = time.perf_counter()
-    episodes = collect_batch(agent, env_factory, shard_size=shard_size)
+    episodes = collect_batch(agent, env_factory, shard_size=shard_size, limits=limits)
     collected = time.perf_counter()
     turns = sum(len(episode.turns) for episode in episodes)
     report = agent.learn(batch_from_episodes(episodes, max_turns))
     agent.finalize_training_step(turns)
-    agent.add_scores([float(np.mean([episode.episode_return for episode in episodes]))])
+    rollout = rollout_metrics(episodes)
+    agent.add_scores([rollout["rollout/reward_mean"]])
     return {
         "split": split,
         "iteration": iteration,
-        **rollout_metrics(episodes),
+        **rollout,
         **report,
         "time/rollout_s": collected - began,
         "time/update_s": time.perf_counter() - collected,

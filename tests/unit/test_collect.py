@@ -171,6 +171,7 @@ def test_metrics_by_hand():
     ]
     assert rollout_metrics(episodes) == {
         "rollout/episodes": 4,
+        "rollout/failed_episodes": 0,
         "rollout/reward_mean": 1.0,  # of 2, 0, 0, 2
         "rollout/reward_std": 1.0,
         "rollout/success_rate": 0.25,
@@ -182,7 +183,7 @@ def test_metrics_by_hand():
         "rollout/cut_reply_frac": 0.5,
         "rollout/empty_replies": 1,
     }
-    assert rollout_metrics([]) == {"rollout/episodes": 0}
+    assert rollout_metrics([]) == {"rollout/episodes": 0, "rollout/failed_episodes": 0}
     assert rollout_metrics(episodes[2:3])["rollout/truncated_frac"] == 1.0
 
 

@@ -236,6 +236,14 @@ def test_chat_messages_and_the_system_prompt_stand_at_the_start():
     assert episode.turns[0].observation == "user: 1+1?\nassistant: 2\nuser: 2+2?"
 
 
+def test_chat_messages_come_after_a_reply_too():
+    answer = [{"role": "tool", "content": "4", "name": "sum"}, {"role": "user", "content": "And?"}]
+    episode = play(Env(step(observation=answer), step(terminated=True)), reply("a"), reply("b"))
+    text = "a<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\nb"
+    assert text in TOKENIZER.decode(episode.token_ids)
+    assert episode.turns[1].observation == "tool: 4\nuser: And?"
+
+
 def test_episodes_without_a_task_id_are_named_by_their_content():
     ids = [play(Env(step(terminated=True), observation=text), reply("a")).task_id for text in ("x", "x", "y")]
     assert ids[0] == ids[1] != ids[2]
@@ -269,6 +277,10 @@ def raising(self, action):
         (step(reward=None), "None as reward"),
         (step(observation=None), "None as observation"),
         (step(observation="\ud800"), "valid Unicode"),
+        (step(observation=[]), "step returned a list as observation"),
+        (step(observation=[{"role": "tool"}]), "message 0 of step's observation"),
+        (step(observation=[{"role": "tool", "content": "a", "id": "b"}]), "message 0 of step's observation"),
+        (step(observation=[{"role": "assistant", "content": "a"}]), "an assistant message"),
         (step(terminated=1), "1 as `terminated`"),
         (("More.", 0.0, True, {}), "a tuple of 4"),
         (("More.", 0.0, True, False, None), "None as info"),

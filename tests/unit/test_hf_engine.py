@@ -8,8 +8,9 @@ from llmppo.config import SamplingConfig
 from llmppo.engines.base import GenerationRequest
 from llmppo.engines.hf import HFEngine, hf_forward
 from llmppo.engines.sampling import UniformStreams, draw, penalize_repetition, restrict
-from llmppo.errors import NonFiniteError
-from llmppo.testing import tiny_model
+from llmppo.engines.stops import StopStrings
+from llmppo.errors import ConfigError, NonFiniteError
+from llmppo.testing import tiny_model, tiny_tokenizer
 from llmppo.trajectories.episode import StopReason
 
 END = 287
@@ -203,6 +204,75 @@ def test_finished_rows_leave_the_batch_and_positions_stay_inside_the_reply():
     replies = HFEngine(forward, ()).generate(batch)
     assert [len(reply.token_ids) for reply in replies] == [1, 1, 2, 9]
     assert forward.rows == [4, 2, *[1] * 7]
+
+
+TOKENIZER = tiny_tokenizer()
+
+
+@pytest.mark.parametrize("fewest", [0, 6])
+def test_a_stop_string_ends_the_reply_with_the_token_that_completes_it(fewest):
+    """Against the replies without stop strings, cut where their decoded beginning first ends in one."""
+    stop = ["a", "\u00e9", "ing"]
+    likely = {token: 3.0 for text in stop for token in TOKENIZER.encode(text)}
+    batch = requests(4, 9, 5, 3, 7, 12, most=20, fewest=fewest)
+    reasons = set()
+    whole = engine(logit_bias=likely).generate(batch)
+    stops = StopStrings(stop, TOKENIZER)
+    cut = engine(logit_bias=likely, stops=stops, chunk_size=3).generate(batch)
+    for long, short in zip(whole, cut, strict=True):
+        length = next(
+            (n for n in range(max(1, fewest), len(long.token_ids) + 1) if spells(long.token_ids[:n], stop)),
+            None,
+        )
+        assert short.token_ids == long.token_ids[:length]
+        np.testing.assert_allclose(short.logprobs, long.logprobs[:length], atol=1e-5)
+        ended = short.token_ids[-1] == END
+        assert short.stop_reason is (
+            StopReason.EOS if ended else StopReason.STOP if length else StopReason.LENGTH
+        )
+        reasons.add(short.stop_reason)
+    assert StopReason.STOP in reasons
+
+
+def spells(ids, stop):
+    """Whether the text of `ids` holds one more stop string than without the last token."""
+    counts = [[TOKENIZER.decode(part).count(text) for text in stop] for part in (ids, ids[:-1])]
+    return any(now > before for now, before in zip(*counts, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "completed"),
+    [
+        (["St", "op"], True),
+        (["Stop"], True),
+        (["a Stop here"], True),
+        (["Stop", " here"], False),  # it was complete before
+        (["St", "o"], False),
+        (["\n", "\n"], True),
+        (["x\n", "\nStop"], True),
+        (["\u20ac"], True),
+    ],
+)
+def test_stop_strings_across_tokens(pieces, completed):
+    """Pieces as single tokens of a made-up vocabulary, and the bytes of a character as tokens of their own."""
+    stops = StopStrings(["Stop", "\n\n", "\u20ac"], TOKENIZER)
+    if pieces == ["\u20ac"]:
+        ids = TOKENIZER.encode("x\u20ac")
+        assert [stops.completed(ids[:n]) for n in range(1, 5)] == [False, False, False, True]
+        return
+
+    class Pieces:
+        def decode(self, ids, **_):
+            return "".join(pieces[number] for number in ids)
+
+    assert StopStrings(["Stop", "\n\n"], Pieces()).completed(range(len(pieces))) is completed
+
+
+def test_stop_strings_need_a_tokenizer():
+    with pytest.raises(ConfigError, match="listen_for_end_of"):
+        HFEngine.from_config(hf_forward(MODEL), (END,), SamplingConfig(stop=["\n"]))
+    with pytest.raises(ValueError, match="at least 1 character"):
+        SamplingConfig(stop=[""])
 
 
 def test_the_settings_of_a_config_reach_the_engine():

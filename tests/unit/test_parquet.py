@@ -172,7 +172,7 @@ def test_other_files_are_refused(tmp_path):
         read_episodes(path)
     write_episodes(path, EPISODES, {})
     rewrite(path, "num_turns", [2, 2, 0], {"llmppo.schema": "episodes", "llmppo.schema_version": "99"})
-    with pytest.raises(ArtefactError, match=r"99.*not episodes of version 1"):
+    with pytest.raises(ArtefactError, match=r"99.*not episodes of version 2"):
         read_episodes(path)
     with pytest.raises(ArtefactError, match=r"no llmppo\.metadata"):
         read_metadata(path)

@@ -37,6 +37,7 @@ def actor_engine(model: AdaptedModel, sampling: SamplingConfig, tokenizer: Any) 
         ActorStep(model),
         end_token_ids(tokenizer, model.base.generation_config),
         sampling,
+        tokenizer=tokenizer,
         pad_id=tokenizer.pad_token_id or 0,
         device=model.device,
     )

@@ -16,7 +16,8 @@ from torch import Tensor
 from llmppo.config import SamplingConfig
 from llmppo.engines.base import Generation, GenerationRequest
 from llmppo.engines.sampling import BatchSampler, SamplingSettings
-from llmppo.errors import NonFiniteError
+from llmppo.engines.stops import StopStrings
+from llmppo.errors import ConfigError, NonFiniteError
 from llmppo.trajectories.episode import StopReason
 
 KEEP_BATCH_ABOVE = 0.75  # share of unfinished rows from which the batch keeps its finished ones
@@ -69,7 +70,11 @@ def hf_forward(model: Any) -> StepForward:
 
 
 class HFEngine:
-    """A GenerationEngine; see the module docstring. `end_token_ids` end a reply and belong to it."""
+    """A GenerationEngine; see the module docstring.
+
+    `end_token_ids` end a reply and belong to it, as does the token that completes one of the `stops`, which
+    count from the request's `min_new_tokens`th token on.
+    """
 
     def __init__(
         self,
@@ -82,6 +87,7 @@ class HFEngine:
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
         logit_bias: Mapping[int, float] | None = None,
+        stops: StopStrings | None = None,
         chunk_size: int | None = None,
         pad_id: int = 0,
         device: str | torch.device = "cpu",
@@ -96,6 +102,7 @@ class HFEngine:
             repetition_penalty=repetition_penalty,
             logit_bias=dict(logit_bias or {}),
         )
+        self._stops = stops
         self._chunk_size, self._pad_id, self._device = chunk_size, pad_id, torch.device(device)
 
     @classmethod
@@ -105,10 +112,18 @@ class HFEngine:
         end_token_ids: Collection[int],
         sampling: SamplingConfig,
         *,
+        tokenizer: Any = None,
         pad_id: int = 0,
         device: str | torch.device = "cpu",
     ) -> Self:
-        """An engine with the sampling settings of a config section."""
+        """An engine with the sampling settings of a config section; only stop strings need the tokenizer.
+
+        Raises ConfigError for stop strings without one.
+        """
+        if sampling.stop and tokenizer is None:
+            raise ConfigError(
+                "`stop` needs the tokenizer; give it to the agent by `listen_for_end_of(tokenizer)`"
+            )
         return cls(
             forward,
             end_token_ids,
@@ -118,6 +133,7 @@ class HFEngine:
             min_p=sampling.min_p,
             repetition_penalty=sampling.repetition_penalty,
             logit_bias=sampling.logit_bias,
+            stops=StopStrings(sampling.stop, tokenizer) if sampling.stop else None,
             chunk_size=sampling.hf_generate_chunk_size,
             pad_id=pad_id,
             device=device,
@@ -147,7 +163,7 @@ class HFEngine:
         tokens = torch.full((len(requests), longest), self._pad_id, device=device)
         logprobs = torch.zeros(len(requests), longest, device=device)
         lengths = torch.zeros_like(limits)
-        ended = torch.zeros(len(requests), dtype=torch.bool, device=device)
+        ended, stopped = torch.zeros(2, len(requests), dtype=torch.bool, device=device)
         rows, done = torch.arange(len(requests), device=device), torch.zeros_like(ended)
 
         for step in range(longest):
@@ -156,9 +172,10 @@ class HFEngine:
             chosen, logprob = sampler.choose(logits)
             tokens[rows, step], logprobs[rows, step] = chosen, logprob
             is_end = torch.isin(chosen, end_tokens)
-            finished = ~done & (is_end | (limits[rows] == step + 1))
+            is_stop = self._completed(requests, tokens, rows, done | is_end, step + 1)
+            finished = ~done & (is_end | is_stop | (limits[rows] == step + 1))
             lengths[rows[finished]] = step + 1
-            ended[rows[finished]] = is_end[finished]
+            ended[rows[finished]], stopped[rows[finished]] = is_end[finished], is_stop[finished]
             done |= finished
             left = len(rows) - int(done.sum())
             if left == 0:
@@ -172,7 +189,24 @@ class HFEngine:
                 sampler.keep(kept)
                 rows, done, attention_mask = rows[kept], done[kept], attention_mask[kept]
                 input_ids, position_ids = input_ids[kept], position_ids[kept]
-        return _replies(tokens.cpu(), logprobs.cpu(), lengths.tolist(), ended.tolist())
+        reasons = [
+            StopReason.EOS if end else StopReason.STOP if stop else StopReason.LENGTH
+            for end, stop in zip(ended.tolist(), stopped.tolist(), strict=True)
+        ]
+        return _replies(tokens.cpu(), logprobs.cpu(), lengths.tolist(), reasons)
+
+    def _completed(
+        self, requests: Sequence[GenerationRequest], tokens: Tensor, rows: Tensor, skip: Tensor, length: int
+    ) -> Tensor:
+        """Batch rows [b] whose reply of `length` tokens now spells a stop string, without those to `skip`."""
+        found = torch.zeros_like(skip)
+        if self._stops is None:
+            return found
+        for place in (~skip).nonzero().flatten().tolist():
+            row = int(rows[place])
+            if length >= requests[row].min_new_tokens:
+                found[place] = self._stops.completed(tokens[row, :length].tolist())
+        return found
 
     def _left_padded(self, requests: Sequence[GenerationRequest]) -> tuple[Tensor, Tensor]:
         """Prompts [B, S] and their attention mask [B, S + longest reply]."""
@@ -189,7 +223,9 @@ class HFEngine:
         return torch.from_numpy(ids).to(self._device), torch.from_numpy(mask).to(self._device)
 
 
-def _replies(tokens: Tensor, logprobs: Tensor, lengths: list[int], ended: list[bool]) -> list[Generation]:
+def _replies(
+    tokens: Tensor, logprobs: Tensor, lengths: list[int], reasons: Sequence[StopReason]
+) -> list[Generation]:
     replies = []
     for row, length in enumerate(lengths):
         sampled = logprobs[row, :length].numpy().copy()
@@ -201,7 +237,7 @@ def _replies(tokens: Tensor, logprobs: Tensor, lengths: list[int], ended: list[b
             Generation(
                 token_ids=tokens[row, :length].tolist(),
                 logprobs=sampled,
-                stop_reason=StopReason.EOS if ended[row] else StopReason.LENGTH,
+                stop_reason=reasons[row],
             )
         )
     return replies

@@ -6,10 +6,15 @@
     episode = harness.episode()
 
 The transcript only grows: prompt, sampled ids as they are, feedback frame, sampled ids, ... Seeds come from
-the `EpisodeSpec`. A transcript without room for one more token ends the episode as truncated.
+the `EpisodeSpec`. A transcript without room for one more token ends the episode as truncated, or with
+`restart_keep_turns` starts a new segment: a fresh prompt of the first messages and the latest turns, after which
+the model sees nothing of the tokens before.
+
+`begin` is `enter(opening(spec)())` and `advance` is `observe(answering(generation)())`: the calls that
+`opening` and `answering` return only touch the environment, so they may run in another thread.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Self
 
@@ -18,10 +23,14 @@ import numpy as np
 from llmppo.engines.base import Generation, GenerationRequest
 from llmppo.envs.protocol import (
     Message,
+    Reset,
+    Step,
     TextEnvironment,
+    close_environment,
     dataset_size,
     info_flag,
     json_info,
+    readable,
     reset_environment,
     step_environment,
 )
@@ -44,6 +53,7 @@ class RolloutHarness:
         max_turns: int,
         pad_id: int | None,
         system_prompt: str | None,
+        restart_keep_turns: int | None,
         max_model_len: int,
         max_output_tokens: int | None,
         min_output_tokens: int | None,
@@ -54,6 +64,7 @@ class RolloutHarness:
         self.max_turns, self.pad_id, self.system_prompt = max_turns, pad_id, system_prompt
         self.max_model_len, self.max_output_tokens = max_model_len, max_output_tokens
         self.min_output_tokens = min_output_tokens or 0
+        self.restart_keep_turns = restart_keep_turns
         self.keep_final_observation, self.success_threshold = keep_final_observation, success_threshold
         self._spec: EpisodeSpec | None = None
 
@@ -68,6 +79,7 @@ class RolloutHarness:
         apply_chat_template: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         system_prompt: str | None = None,
+        restart_keep_turns: int | None = None,
         max_model_len: int = 1024,
         max_output_tokens: int | None = None,
         min_output_tokens: int | None = None,
@@ -84,6 +96,8 @@ class RolloutHarness:
             raise TemplateError(
                 "system_prompt needs apply_chat_template; put the text into the environment's first observation instead"
             )
+        if restart_keep_turns is not None and not apply_chat_template:
+            raise TemplateError("restart_keep_turns needs apply_chat_template, which tells turns apart")
         framer = make_framer(
             tokenizer,
             apply_chat_template=apply_chat_template,
@@ -99,6 +113,7 @@ class RolloutHarness:
             max_turns=max_turns,
             pad_id=pad_id,
             system_prompt=system_prompt,
+            restart_keep_turns=restart_keep_turns,
             max_model_len=max_model_len,
             max_output_tokens=max_output_tokens,
             min_output_tokens=min_output_tokens,
@@ -113,20 +128,38 @@ class RolloutHarness:
 
     def begin(self, spec: EpisodeSpec, *, row_index: int | None = None, evaluation: bool = False) -> None:
         """Reset the environment and render the prompt."""
+        self.enter(self.opening(spec, row_index=row_index, evaluation=evaluation)())
+
+    def opening(
+        self, spec: EpisodeSpec, *, row_index: int | None = None, evaluation: bool = False
+    ) -> Callable[[], Reset]:
+        """Start an episode: the call that resets the environment, whose result `enter` takes."""
         seed = derive_seed(spec.seed, spec.split, spec.iteration, spec.index)
         arguments = {"seed": seed, "row_index": row_index, "evaluation": evaluation}
-        reset = reset_environment(self.env, spec.episode_id, arguments)
-        messages = reset.messages
-        if self.system_prompt is not None:
-            messages = [{"role": "system", "content": self.system_prompt}, *messages]
         self._spec = spec
-        self._observation = _readable(reset.messages)
-        self._info: Mapping[str, Any] = {"task_id": digest(reset.messages), **reset.info}
+        self._observation = ""
+        self._info: Mapping[str, Any] = {"task_id": ""}
         self._step_info: Mapping[str, Any] = {}
-        self._tokens = list(self.framer.prompt(messages))
+        self._tokens: list[int] = []  # of all segments
+        self._segment_starts = [0]
+        self._opening_messages: list[Message] = []
+        self._answers: list[list[Message]] = []  # reply and observation of each turn
         self._turns: list[Turn] = []
         self._logprobs: list[np.ndarray] = []
-        self._terminated = False
+        self._terminated = self._over = False
+        self._generation: Generation | None = None
+        env = self.env
+        return lambda: reset_environment(env, spec.episode_id, arguments)
+
+    def enter(self, reset: Reset) -> None:
+        """Render the prompt of the episode that `opening` began."""
+        spec, messages = self._started(), reset.messages
+        if self.system_prompt is not None:
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        self._observation = readable(reset.messages)
+        self._opening_messages = messages
+        self._info = {"task_id": digest(reset.messages), **reset.info}
+        self._tokens = list(self.framer.prompt(messages))
         self._over = len(self._tokens) >= self.max_model_len
         if not self._tokens:
             raise TemplateError(
@@ -138,10 +171,11 @@ class RolloutHarness:
         spec = self._started()
         if self._over:
             return None
-        room = self.max_model_len - len(self._tokens)
+        context = self._tokens[self._segment_starts[-1] :]
+        room = self.max_model_len - len(context)
         most = room if self.max_output_tokens is None else min(room, self.max_output_tokens)
         return GenerationRequest(
-            token_ids=self._tokens,
+            token_ids=context,
             seed=derive_seed(spec.seed, spec.split, spec.iteration, spec.index, "turn", len(self._turns)),
             max_new_tokens=most,
             min_new_tokens=min(self.min_output_tokens, most),
@@ -149,47 +183,81 @@ class RolloutHarness:
 
     def advance(self, generation: Generation) -> None:
         """Append the reply, let the environment judge it, and frame its answer."""
+        self.observe(self.answering(generation)())
+
+    def answering(self, generation: Generation) -> Callable[[], Step]:
+        """The call that hands the reply to the environment; `observe` takes its result."""
         spec = self._started()
         reply = generation.token_ids
-        start = len(self._tokens)
+        start = len(self._tokens) - self._segment_starts[-1]
         if self._over or start + len(reply) > self.max_model_len or len(generation.logprobs) != len(reply):
             raise TrajectoryError(
                 f"{spec.episode_id}: a reply of {len(reply)} tokens and {len(generation.logprobs)} log-probs after "
                 f"{start} of {self.max_model_len} tokens{' in an episode that is over' if self._over else ''}; the engine must answer `request()`"
             )
+        self._generation = generation
+        self._action = self.tokenizer.decode(
+            reply, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        env, action = self.env, self._action
+        return lambda: step_environment(env, spec.episode_id, action)
+
+    def observe(self, step: Step) -> None:
+        """Append the reply that the environment judged, and frame its answer."""
+        spec, generation = self._started(), self._generation
+        if generation is None:
+            raise TrajectoryError(
+                f"{spec.episode_id}: no reply waits for a judgement; call `answering` first"
+            )
+        invalid = bool(info_flag(self.env, spec.episode_id, step.info, "invalid"))
+        self._generation = None
+        reply, start = generation.token_ids, len(self._tokens)
         self._tokens = self._tokens + list(reply)
         self._logprobs.append(generation.logprobs)
-        action = self.tokenizer.decode(reply, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        step = step_environment(self.env, spec.episode_id, action)
         self._turns.append(
             Turn(
                 start=start,
                 end=len(self._tokens),
                 reward=step.reward,
                 stop_reason=self._stop_reason(generation),
-                invalid=bool(info_flag(self.env, spec.episode_id, step.info, "invalid")),
+                invalid=invalid,
                 observation=self._observation,
-                action=action,
+                action=self._action,
             )
         )
         self._observation = step.observation
+        self._answers.append([{"role": "assistant", "content": self._action}, *step.messages])
         self._info = {**self._info, **step.info}
         self._step_info = step.info
         self._terminated = step.terminated
         self._over = step.terminated or step.truncated or len(self._turns) == self.max_turns
         if not step.terminated and (not self._over or self.keep_final_observation):
             ended = generation.stop_reason is StopReason.EOS
-            feedback = self.framer.feedback(step.observation, reply[-1] if ended and reply else None)
-            length = len(self._tokens) + len(feedback)
-            if length >= self.max_model_len:
+            feedback = self.framer.feedback(step.messages, reply[-1] if ended and reply else None)
+            length = len(self._tokens) - self._segment_starts[-1] + len(feedback)
+            if length >= self.max_model_len and not self._over:
+                prompt = self._restart()
+                if prompt is not None:
+                    self._segment_starts.append(len(self._tokens))
+                    self._tokens = self._tokens + prompt
+                    return
                 self._over = True
             if not self._over or (self.keep_final_observation and length <= self.max_model_len):
                 self._tokens = self._tokens + list(feedback)
 
-    def episode(self) -> Episode:
-        """The finished episode."""
+    def _restart(self) -> list[int] | None:
+        """The prompt of a new segment that leaves room for a reply; None if restarts are off or none fits."""
+        for turns in range(min(self.restart_keep_turns or 0, len(self._answers)), 0, -1):
+            latest = [message for answer in self._answers[-turns:] for message in answer]
+            prompt = list(self.framer.prompt([*self._opening_messages, *latest]))
+            if len(prompt) + (self.max_output_tokens or 1) <= self.max_model_len:
+                return prompt
+        return None
+
+    def episode(self, failure: str | None = None) -> Episode:
+        """The finished episode; with `failure` one that its environment broke off, as far as it came."""
         spec = self._started()
-        if not self._over:
+        if not self._over and failure is None:
             raise TrajectoryError(f"{spec.episode_id} isn't over: `request()` still asks for a reply")
         logprobs = np.concatenate([np.zeros(0), *self._logprobs]).astype(np.float32)
         info = {key: value for key, value in self._info.items() if key not in ("invalid", "task_id")}
@@ -199,17 +267,17 @@ class RolloutHarness:
             token_ids=np.array(self._tokens, np.int32),
             sampling_logprobs=logprobs,
             turns=tuple(self._turns),
-            terminated=self._terminated,
-            truncated=not self._terminated,
-            success=self._success(spec),
-            info=json_info(self.env, spec.episode_id, info),
+            terminated=self._terminated and failure is None,
+            truncated=not self._terminated or failure is not None,
+            success=failure is None and self._success(spec),
+            info={} if failure is not None else json_info(self.env, spec.episode_id, info),
+            segment_starts=tuple(self._segment_starts),
+            failure=failure,
         )
 
     def close(self) -> None:
         """Release the environment, where it has a `close`."""
-        close = getattr(self.env, "close", None)
-        if close is not None:
-            close()
+        close_environment(self.env, "none" if self._spec is None else self._spec.episode_id)
 
     def _started(self) -> EpisodeSpec:
         if self._spec is None:
@@ -231,12 +299,6 @@ class RolloutHarness:
         said = info_flag(self.env, spec.episode_id, self._step_info, "success", "correct")
         total = sum(turn.reward for turn in self._turns)
         return total >= self.success_threshold if said is None else said
-
-
-def _readable(messages: list[Message]) -> str:
-    if len(messages) == 1:
-        return messages[0]["content"]
-    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
 @lru_cache(maxsize=16)

@@ -78,6 +78,7 @@ def harness_factory(
             apply_chat_template=config.apply_chat_template,
             chat_template_kwargs=config.chat_template_kwargs,
             system_prompt=config.system_prompt,
+            restart_keep_turns=config.restart_keep_turns,
             max_model_len=sampling.max_model_len,
             max_output_tokens=sampling.max_output_tokens,
             min_output_tokens=sampling.min_output_tokens,

@@ -4,8 +4,10 @@
     step(text) -> (observation, reward, terminated, truncated, info)
 
 `reset` may also take `row_index` (of a dataset) and `evaluation`; only names in its signature are passed.
-Its observation is a text or a list of chat messages. `info` may hold `success` or `correct` and `invalid`
-(bools) and `task_id`. Optional attributes: `dataset_size`, `close`. Anything else is an EnvironmentFault.
+An observation is a text (one user message) or a list of chat messages; what `step` returns may hold `tool`
+messages, but no `assistant` ones: those are sampled. `info` may hold `success` or `correct` and `invalid`
+(bools) and `task_id`. Optional attributes: `dataset_size`, `close`, and `concurrent = False` for an
+environment whose calls share state with those of other instances. Anything else is an EnvironmentFault.
 """
 
 import inspect
@@ -20,7 +22,10 @@ import numpy as np
 from llmppo.errors import EnvironmentFault, LlmppoError
 
 Message = dict[str, str]
-"""A chat message: `role` and `content`."""
+"""A chat message: `role` and `content`, and where a template reads them `name` and `tool_call_id`."""
+
+MESSAGE_KEYS = frozenset({"role", "content"})
+OPTIONAL_MESSAGE_KEYS = frozenset({"name", "tool_call_id"})
 
 RESET_ARGUMENTS = ("seed", "row_index", "evaluation")
 
@@ -31,7 +36,9 @@ class TextEnvironment(Protocol):
     @property
     def reset(self) -> Callable[..., tuple[str | Sequence[Message], Mapping[str, Any]]]: ...
 
-    def step(self, action: str, /) -> tuple[str, float, bool, bool, Mapping[str, Any]]: ...
+    def step(
+        self, action: str, /
+    ) -> tuple[str | Sequence[Message], float, bool, bool, Mapping[str, Any]]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +53,23 @@ class Reset:
 class Step:
     """What the environment said to one reply. The reward has the precision of the trajectory files."""
 
-    observation: str
+    messages: list[Message]
     reward: float
     terminated: bool
     truncated: bool
     info: Mapping[str, Any]
+
+    @property
+    def observation(self) -> str:
+        """The messages as one text."""
+        return readable(self.messages)
+
+
+def readable(messages: Sequence[Message]) -> str:
+    """The content of a single message; several as lines `role: content`."""
+    if len(messages) == 1:
+        return messages[0]["content"]
+    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
 def environment_name(env: Any) -> str:
@@ -90,7 +109,9 @@ def reset_environment(env: Any, episode: str, arguments: Mapping[str, Any]) -> R
     if not isinstance(result, tuple) or len(result) != 2:
         raise _fault(env, episode, f"reset returned {_shape(result)}; it returns (observation, info)")
     observation, info = result
-    return Reset(messages=_messages(env, episode, observation), info=_info(env, episode, "reset", info))
+    return Reset(
+        messages=_messages(env, episode, "reset", observation), info=_info(env, episode, "reset", info)
+    )
 
 
 def step_environment(env: Any, episode: str, action: str) -> Step:
@@ -103,18 +124,29 @@ def step_environment(env: Any, episode: str, action: str) -> Step:
             f"step returned {_shape(result)}; it returns (observation, reward, terminated, truncated, info)",
         )
     observation, reward, terminated, truncated, info = result
-    if not isinstance(observation, str):
-        raise _fault(env, episode, f"step returned {_shape(observation)} as observation; it is a text")
+    messages = _messages(env, episode, "step", observation)
+    if any(message["role"] == "assistant" for message in messages):
+        raise _fault(
+            env,
+            episode,
+            "step returned an assistant message; the policy's replies are the only ones after the start",
+        )
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
         if not isinstance(flag, (bool, np.bool_)):
             raise _fault(env, episode, f"step returned {flag!r} as `{name}`; it is True or False")
     return Step(
-        observation=_text(env, episode, observation),
+        messages=messages,
         reward=_reward(env, episode, reward),
         terminated=bool(terminated),
         truncated=bool(truncated),
         info=_info(env, episode, "step", info),
     )
+
+
+def close_environment(env: Any, episode: str) -> None:
+    """Call `env.close`, where there is one. Raises EnvironmentFault naming `episode`."""
+    if getattr(env, "close", None) is not None:
+        _call(env, episode, "close")
 
 
 def info_flag(env: Any, episode: str, info: Mapping[str, Any], *names: str) -> bool | None:
@@ -182,23 +214,26 @@ def _text(env: Any, episode: str, text: str) -> str:
     return text
 
 
-def _messages(env: Any, episode: str, observation: Any) -> list[Message]:
+def _messages(env: Any, episode: str, method: str, observation: Any) -> list[Message]:
     if isinstance(observation, str):
         return [{"role": "user", "content": _text(env, episode, observation)}]
     expected = "a text, or a list of messages {'role': ..., 'content': ...}"
     if not isinstance(observation, (list, tuple)) or not observation:
-        raise _fault(env, episode, f"reset returned {_shape(observation)} as observation; it is {expected}")
+        raise _fault(
+            env, episode, f"{method} returned {_shape(observation)} as observation; it is {expected}"
+        )
     messages = []
     for number, message in enumerate(observation):
         if (
             not isinstance(message, Mapping)
-            or set(message) != {"role", "content"}
+            or not set(message) >= MESSAGE_KEYS
+            or not set(message) <= MESSAGE_KEYS | OPTIONAL_MESSAGE_KEYS
             or not all(isinstance(value, str) for value in message.values())
         ):
             raise _fault(
-                env, episode, f"message {number} of reset's observation is {message!r}; it is {expected}"
+                env, episode, f"message {number} of {method}'s observation is {message!r}; it is {expected}"
             )
-        messages.append({"role": message["role"], "content": _text(env, episode, message["content"])})
+        messages.append({key: _text(env, episode, value) for key, value in message.items()})
     return messages
 
 

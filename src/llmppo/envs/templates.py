@@ -17,6 +17,8 @@ from llmppo.errors import TemplateError
 # Texts that no template and no environment contains, free of white space that a template could trim.
 _USER, _REPLY, _FEEDBACK = "@@first-user-text@@", "@@assistant-reply-text@@", "@@feedback-text@@"
 
+FrozenMessage = tuple[tuple[str, str], ...]
+
 
 class Framer(Protocol):
     """Turns the texts of one episode into token ids."""
@@ -25,8 +27,8 @@ class Framer(Protocol):
         """Ids of the first prompt, up to and including the generation prompt."""
         ...
 
-    def feedback(self, observation: str, end_token: int | None) -> tuple[int, ...]:
-        """Ids from the end of a reply to the next generation prompt.
+    def feedback(self, observation: str | Sequence[Message], end_token: int | None) -> tuple[int, ...]:
+        """Ids from the end of a reply to the next generation prompt; a text is one user message.
 
         `end_token` is the end token that the reply sampled last, None if the reply was cut: then the frame's
         own terminator is part of the ids, else it isn't repeated.
@@ -43,13 +45,16 @@ class PlainFramer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self.feedback = lru_cache(maxsize=4096)(self._feedback)
+        self._encode = lru_cache(maxsize=4096)(self._encode_text)
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode("\n".join(message["content"] for message in messages)))
+        return tuple(self._tokenizer.encode(_joined(messages)))
 
-    def _feedback(self, observation: str, end_token: int | None) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(observation, add_special_tokens=False))
+    def feedback(self, observation: str | Sequence[Message], end_token: int | None) -> tuple[int, ...]:
+        return self._encode(observation if isinstance(observation, str) else _joined(observation))
+
+    def _encode_text(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def check_feedback(self) -> None:
         """Any text can follow a reply."""
@@ -68,19 +73,24 @@ class ChatFramer:
                 "the tokenizer has no chat template; set env.apply_chat_template: false, or add a chat_template to the model's tokenizer"
             )
         self._tokenizer, self._template_kwargs, self._strict = tokenizer, dict(template_kwargs), strict
-        self._checked = False
+        self._checked: set[tuple[str, ...]] = set()
         self._prompt = lru_cache(maxsize=4096)(self._encode_prompt)
-        self.feedback = lru_cache(maxsize=4096)(self._feedback)
+        self._frame = lru_cache(maxsize=4096)(self._encode_frame)
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        return self._prompt(tuple((message["role"], message["content"]) for message in messages))
+        return self._prompt(_frozen(messages))
 
-    def _encode_prompt(self, messages: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
-        return self._encode(self._render([{"role": role, "content": content} for role, content in messages]))
+    def _encode_prompt(self, messages: tuple[FrozenMessage, ...]) -> tuple[int, ...]:
+        return self._encode(self._render([dict(message) for message in messages]))
 
-    def _feedback(self, observation: str, end_token: int | None) -> tuple[int, ...]:
-        self.check_feedback()
-        rendered = self._render(_exchange(observation))
+    def feedback(self, observation: str | Sequence[Message], end_token: int | None) -> tuple[int, ...]:
+        messages = [_user(observation)] if isinstance(observation, str) else observation
+        return self._frame(_frozen(messages), end_token)
+
+    def _encode_frame(self, messages: tuple[FrozenMessage, ...], end_token: int | None) -> tuple[int, ...]:
+        answer = [dict(message) for message in messages]
+        self.check_feedback([message["role"] for message in answer])
+        rendered = self._render([*_EXCHANGE, *answer])
         # The observation comes after the reply, so the first occurrence is the reply's own.
         ids = self._encode(rendered[rendered.index(_REPLY) + len(_REPLY) :])
         if end_token in ids:
@@ -89,15 +99,18 @@ class ChatFramer:
                 return ids[terminator + 1 :]
         return ids
 
-    def check_feedback(self) -> None:
-        if self._checked:
+    def check_feedback(self, roles: Sequence[str] = ("user",)) -> None:
+        """Raise TemplateError if messages of these roles can't follow a reply."""
+        if tuple(roles) in self._checked:
             return
-        prompt, rendered = self._render(_exchange(None)), self._render(_exchange(_FEEDBACK))
+        answer = [{"role": role, "content": f"{_FEEDBACK}{n}@@"} for n, role in enumerate(roles)]
+        prompt, rendered = self._render(_EXCHANGE[:1]), self._render([*_EXCHANGE, *answer])
+        texts = [_REPLY, *(message["content"] for message in answer)]
         fault = None
-        if rendered.count(_REPLY) != 1 or rendered.count(_FEEDBACK) != 1:
+        if any(rendered.count(text) != 1 for text in texts):
             fault = "it repeats or drops a message"
-        elif rendered.index(_FEEDBACK) < rendered.index(_REPLY):
-            fault = "it puts the observation before the reply"
+        elif sorted(texts, key=rendered.index) != texts:
+            fault = "it puts the observation before the reply, or its messages in another order"
         if fault is None and self._strict and not rendered.startswith(prompt + _REPLY):
             raise TemplateError(
                 "the chat template renders a finished turn differently from the prompt that the reply was sampled after:\n"
@@ -108,10 +121,11 @@ class ChatFramer:
             )
         if fault is not None:
             raise TemplateError(
-                f"the chat template can't frame a second turn: {fault} when it renders user, assistant, user. "
-                "Use env.max_turns: 1, env.apply_chat_template: false, or a tokenizer with a plain multi-turn template"
+                f"the chat template can't frame a second turn: {fault} when it renders user, assistant, {', '.join(roles)}. "
+                "Let the environment answer with a plain text; or use env.max_turns: 1, env.apply_chat_template: false, "
+                "or a tokenizer with a plain multi-turn template"
             )
-        self._checked = True
+        self._checked.add(tuple(roles))
 
     def _render(self, messages: list[Message]) -> str:
         from jinja2 import TemplateError as JinjaError
@@ -124,7 +138,8 @@ class ChatFramer:
             roles = ", ".join(message["role"] for message in messages)
             raise TemplateError(
                 f"the chat template refuses messages with the roles {roles}: {error}. "
-                "If it knows no system role, drop env.system_prompt and put the text into the environment's first message"
+                "If it knows no system role, drop env.system_prompt and put the text into the environment's first message; "
+                "if it knows no tool role, let the environment answer with a plain text"
             ) from error
 
     def _encode(self, text: str) -> tuple[int, ...]:
@@ -132,12 +147,20 @@ class ChatFramer:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
 
-def _exchange(observation: str | None) -> list[Message]:
-    """A first user message, with an observation also a reply and the observation as feedback."""
-    messages = [{"role": "user", "content": _USER}]
-    if observation is not None:
-        messages += [{"role": "assistant", "content": _REPLY}, {"role": "user", "content": observation}]
-    return messages
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+_EXCHANGE: list[Message] = [_user(_USER), {"role": "assistant", "content": _REPLY}]
+
+
+def _frozen(messages: Sequence[Message]) -> tuple[FrozenMessage, ...]:
+    """Messages as a key of a cache."""
+    return tuple(tuple(message.items()) for message in messages)
+
+
+def _joined(messages: Sequence[Message]) -> str:
+    return "\n".join(message["content"] for message in messages)
 
 
 def make_framer(

@@ -61,17 +61,22 @@ def printable(text: str) -> str:
 
 
 def read_episodes(path: Path, columns: list[str]) -> list[dict[str, Any]]:
-    """Rows of an episode file, of the named columns that it has. Raises ArtefactError for a damaged file."""
+    """Rows of an episode file, of the named columns that it has, without episodes whose environment failed.
+
+    Raises ArtefactError for a damaged file.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         known = pq.read_schema(path).names
-        return pq.read_table(path, columns=[name for name in columns if name in known]).to_pylist()
+        wanted = [name for name in (*columns, "failure") if name in known]
+        rows = pq.read_table(path, columns=wanted).to_pylist()
     except (pa.ArrowInvalid, OSError) as error:
         raise ArtefactError(
             f"{path} can't be read as Parquet ({error}); delete it and run the same command"
         ) from error
+    return [row for row in rows if row.pop("failure", None) is None]
 
 
 def _transcript(row: dict[str, Any]) -> Transcript:

@@ -20,16 +20,21 @@ from llmppo.trajectories.parquet import write_episodes
 
 
 def score(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Success with its 95 % interval, reward, turns and invalid share, by short names."""
+    """Success with its 95 % interval, reward, turns and invalid share, by short names.
+
+    Over the `n` episodes whose environment did its work.
+    """
     from llmppo.trajectories.collect import binomial_interval, rollout_metrics
 
     metrics = rollout_metrics(episodes)
-    low, high = binomial_interval(sum(episode.success for episode in episodes), len(episodes))
+    n = int(metrics["rollout/episodes"])
+    low, high = binomial_interval(sum(episode.success for episode in episodes), n)
     values = {
         "success_rate": metrics["rollout/success_rate"],
         "success_ci_low": low,
         "success_ci_high": high,
-        "n": float(len(episodes)),
+        "n": float(n),
+        "failed_episodes": metrics["rollout/failed_episodes"],
     }
     kept = (
         "reward_mean",
@@ -89,7 +94,13 @@ def run(
             )
 
         episodes = collect_episodes(
-            make_harness, engine, specs, evaluation=True, greedy=decoding == "greedy", progress=progress
+            make_harness,
+            engine,
+            specs,
+            evaluation=True,
+            greedy=decoding == "greedy",
+            limits=env,
+            progress=progress,
         )
         write_episodes(
             out / f"{decoding}.parquet",
@@ -109,7 +120,7 @@ def run(
     write_json(out / "metrics.json", {"iteration": iteration, "finished_at": time.time(), "metrics": metrics})
     return (
         f"evaluation {iteration}: success {metrics['eval/success_rate']:.3f} "
-        f"[{metrics['eval/success_ci_low']:.3f}, {metrics['eval/success_ci_high']:.3f}], {len(specs)} {evaluation.decoding[0]} episodes"
+        f"[{metrics['eval/success_ci_low']:.3f}, {metrics['eval/success_ci_high']:.3f}], {metrics['eval/n']:.0f} {evaluation.decoding[0]} episodes"
     )
 
 

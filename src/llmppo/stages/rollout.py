@@ -58,8 +58,9 @@ def run(
     started = time.perf_counter()
     tokenizer = load_tokenizer(base)
     engine = actor_engine(load_actor(base, policy, settings["device"]), sampling, tokenizer)
+    env = EnvConfig.model_validate(settings["env"])
     make_harness = harness_factory(
-        EnvConfig.model_validate(settings["env"]),
+        env,
         sampling,
         tokenizer,
         dataset=dataset,
@@ -76,17 +77,18 @@ def run(
         )
 
     episodes = collect_episodes(
-        make_harness, engine, specs, batch_size=settings["batch_size"], progress=progress
+        make_harness, engine, specs, batch_size=settings["batch_size"], limits=env, progress=progress
     )
-    if all(not episode.turns for episode in episodes):
-        longest = max(len(episode.token_ids) for episode in episodes)
+    healthy = [episode for episode in episodes if episode.failure is None]
+    if all(not episode.turns for episode in healthy):
+        longest = max(len(episode.token_ids) for episode in healthy)
         raise ConfigError(
             f"rollout.max_model_len: every prompt fills it (the longest has {longest} tokens, the limit is {sampling.max_model_len}); "
             "raise it or shorten the environment's texts"
         )
     write_episodes(out, episodes, metadata)
     metrics = rollout_metrics(episodes)
-    overlong = int(metrics["rollout/overlong_prompts"])
+    overlong, failed = int(metrics["rollout/overlong_prompts"]), len(episodes) - len(healthy)
     name = f"rollout {split} {iteration}" + (
         f".{shard}" if settings["batch_size"] > sampling.shard_size else ""
     )
@@ -94,4 +96,5 @@ def run(
         f"{name} (seed {seed}): reward {metrics['rollout/reward_mean']:.3f}, success {metrics['rollout/success_rate']:.2f}, "
         f"{len(episodes)} episodes in {time.perf_counter() - started:.1f} s"
         + (f"; {overlong} prompts exceed rollout.max_model_len" if overlong else "")
+        + (f"; {failed} failed in their environment" if failed else "")
     )

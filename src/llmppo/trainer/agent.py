@@ -106,6 +106,7 @@ class LLMPPO(Bookkeeping):
         self._block_began = None
         self.last_outcome: Outcome | None = None
         self._engine: GenerationEngine | None = None
+        self._tokenizer: Any = None
 
     def _base_model(self, network: Any, device: str | torch.device | None) -> Any:
         if network is None:
@@ -195,18 +196,22 @@ class LLMPPO(Bookkeeping):
                 ActorStep(self.model),
                 self.end_token_ids or model_end_tokens(self.model.base),
                 self.sampling,
+                tokenizer=self._tokenizer,
                 pad_id=self.pad_token_id or 0,
                 device=self.device,
             )
         return self._engine
 
     def listen_for_end_of(self, tokenizer: Any) -> None:
-        """End replies where this tokenizer and its chat template do, not only where the model's config says."""
+        """End replies where this tokenizer and its chat template do, not only where the model's config says.
+
+        Stop strings are read with it.
+        """
         from llmppo.envs.templates import end_token_ids
 
         found = frozenset(end_token_ids(tokenizer, self.model.base.generation_config))
-        if found != self.end_token_ids:
-            self.end_token_ids, self._engine = found, None
+        if found != self.end_token_ids or tokenizer is not self._tokenizer:
+            self.end_token_ids, self._tokenizer, self._engine = found, tokenizer, None
 
     def get_action(
         self, obs: Sequence[Mapping[str, Any]] | Mapping[str, Any], training: bool | None = None
@@ -256,6 +261,7 @@ class LLMPPO(Bookkeeping):
         turn_ids: Tensor | Sequence[Tensor] | None = None,
         sampling_logps: Sequence[Tensor | None] | None = None,
         sampling_supports: Sequence[Tensor | None] | None = None,
+        episode_segments: Sequence[Sequence[int] | None] | None = None,
     ) -> dict[str, float | None]:
         """Update actor and critic on a batch; a critic warm-up step updates only the critic.
 
@@ -265,6 +271,9 @@ class LLMPPO(Bookkeeping):
             turn_ids: [B, T-1] turn of each sampled token, -1 elsewhere; None puts all in turn 0.
             sampling_logps: Per episode, the engine's log-probs of its sampled tokens, or None.
             sampling_supports: Per episode [n, S] the ids that could be sampled at each token, -1 padded.
+            episode_segments: Per episode the token counts of its segments (contexts that were started
+                afresh), or None for a single one. A segment runs as a row of its own; values, advantages and
+                returns span the episode. The first token of a segment can't be a sampled one.
 
         Returns:
             Metrics by slash names, and the spec's own names as aliases (docs/metrics.md). A metric that
@@ -276,7 +285,7 @@ class LLMPPO(Bookkeeping):
         batch = (
             experiences
             if isinstance(experiences, UpdateBatch)
-            else self._assemble(experiences, turn_ids, sampling_logps, sampling_supports)
+            else self._assemble(experiences, turn_ids, sampling_logps, sampling_supports, episode_segments)
         )
         warmup = self.in_warmup
         kept = batch.mask.any(dim=1)
@@ -340,6 +349,7 @@ class LLMPPO(Bookkeeping):
         turn_ids: Tensor | Sequence[Tensor] | None,
         sampling_logps: Sequence[Tensor | None] | None,
         supports: Sequence[Tensor | None] | None,
+        segments: Sequence[Sequence[int] | None] | None,
     ) -> UpdateBatch:
         token_ids, action_masks, rewards = experiences
         reward_rows = torch.as_tensor(rewards, dtype=torch.float32)
@@ -363,7 +373,9 @@ class LLMPPO(Bookkeeping):
             ids.append(sequence)
             turns.append(torch.cat([torch.tensor([-1]), torch.where(frame, labels, -1)]))
         names = [f"row {row}" for row in range(len(ids))]
-        return build_batch(names, ids, turns, reward_rows, [False] * len(ids), sampling_logps, supports)
+        return build_batch(
+            names, ids, turns, reward_rows, [False] * len(ids), sampling_logps, supports, segments
+        )
 
     def test(self, env: Any, loop: int = 1) -> np.ndarray:
         """Mean reward per turn of `loop` greedy evaluation episodes on a harness; recorded as fitness."""

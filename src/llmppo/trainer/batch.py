@@ -2,10 +2,15 @@
 
 `positions` [B, N] holds, for each action token, the index of the token before it: the hidden state
 that predicts it, and the state whose value is read. Padded slots have `mask` False.
+
+An episode whose context was restarted has several *segments*, one after the other in `token_ids`. A segment is a
+row of its own in a forward pass and knows nothing of those before; the action axis spans them all, and with it
+values, advantages and returns.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -28,6 +33,7 @@ class UpdateBatch:
     rewards: Tensor  # [B, K]
     truncated: Tensor  # [B]
     sampling_logprobs: Tensor | None  # [B, N], NaN where the engine gave none
+    segments: list[tuple[int, ...]]  # token counts of each episode's segments
     supports: Tensor | None = None  # [B, N, S] token ids that could be sampled, -1 padded
     skipped_sampling_rows: int = 0
 
@@ -55,6 +61,7 @@ class UpdateBatch:
             sampling_logprobs=None
             if self.sampling_logprobs is None
             else self.sampling_logprobs[chosen, :width],
+            segments=[self.segments[row] for row in chosen.tolist()],
             supports=None if self.supports is None else self.supports[chosen, :width],
             skipped_sampling_rows=self.skipped_sampling_rows,
         )
@@ -68,10 +75,11 @@ def build_batch(
     truncated: Sequence[bool],
     sampling_logprobs: Sequence[np.ndarray | Tensor | None] | None = None,
     supports: Sequence[np.ndarray | Tensor | None] | None = None,
+    segments: Sequence[Sequence[int] | None] | None = None,
 ) -> UpdateBatch:
     """Assemble a batch. `turn_ids[b]` [T_b] is the turn of each sampled token and -1 elsewhere.
 
-    A row whose sampling log-probs are None or of another length than its action tokens is counted and
+    `segments[b]` holds the token counts of an episode's segments, None or nothing for a single one. A row whose sampling log-probs are None or of another length than its action tokens is counted and
     gets no engine correction. Raises TrajectoryError naming the episode for shapes that can't be right.
     """
     ids = [torch.as_tensor(np.asarray(row), dtype=torch.long).reshape(-1) for row in token_ids]
@@ -80,6 +88,7 @@ def build_batch(
     width = max((len(row) for row in where), default=0)
     count = len(ids)
     num_turns = max((len(row) for row in rewards), default=0) or 1
+    layouts = _layouts(episode_ids, ids, segments)
     positions, targets, turn = (torch.zeros(count, width, dtype=torch.long) for _ in range(3))
     mask = torch.zeros(count, width, dtype=torch.bool)
     sampling = torch.full((count, width), float("nan"))
@@ -91,6 +100,8 @@ def build_batch(
         n = len(at)
         if n and int(at[0]) == 0:
             raise TrajectoryError(f"{name}: the first token can't be sampled, it has no prefix")
+        if set(accumulate(layouts[row])) & set(at.tolist()):
+            raise TrajectoryError(f"{name}: the first token of a segment can't be sampled, it has no prefix")
         if bool((labels[at].diff() < 0).any()):
             raise TrajectoryError(f"{name}: turn ids must not decrease along the transcript")
         if n and int(labels.max()) >= len(rewards[row]):
@@ -120,9 +131,26 @@ def build_batch(
         reward,
         torch.as_tensor(list(truncated), dtype=torch.bool),
         sampling if sampling_logprobs is not None else None,
+        layouts,
         _stack_supports(episode_ids, supports, mask) if supports is not None else None,
         skipped,
     )
+
+
+def _layouts(
+    episode_ids: Sequence[str], token_ids: Sequence[Tensor], segments: Sequence[Sequence[int] | None] | None
+) -> list[tuple[int, ...]]:
+    if segments is None:
+        return [(len(row),) for row in token_ids]
+    layouts = []
+    for name, tokens, given in zip(episode_ids, token_ids, segments, strict=True):
+        layout = (len(tokens),) if given is None else tuple(int(length) for length in given)
+        if sum(layout) != len(tokens) or min(layout, default=0) < 1:
+            raise TrajectoryError(
+                f"{name}: segments of {list(layout)} tokens for {len(tokens)} tokens; give the length of each, 1 or more, in order"
+            )
+        layouts.append(layout)
+    return layouts
 
 
 def _stack_supports(
@@ -143,7 +171,8 @@ def _stack_supports(
 
 
 def batch_from_episodes(episodes: Sequence[Episode], max_turns: int) -> UpdateBatch:
-    """The batch of finished episodes; `rewards` has `max_turns` columns."""
+    """The batch of finished episodes; `rewards` has `max_turns` columns. Those whose environment failed are left out."""
+    episodes = [episode for episode in episodes if episode.failure is None]
     rewards = [
         [turn.reward for turn in episode.turns] + [0.0] * (max_turns - len(episode.turns))
         for episode in episodes
@@ -155,4 +184,5 @@ def batch_from_episodes(episodes: Sequence[Episode], max_turns: int) -> UpdateBa
         rewards,
         [episode.truncated for episode in episodes],
         [episode.sampling_logprobs for episode in episodes],
+        segments=[episode.segments for episode in episodes],
     )

@@ -2,6 +2,7 @@
 
 Rows are sorted by length before they are cut, so padding stays small. The frozen layers below the
 first adapted one run once a batch (`prepare`); every later pass of any role starts from their output.
+`rows` are always episodes; an episode runs as one row for each of its segments, all in the same micro-batch.
 """
 
 from collections.abc import Sequence
@@ -47,47 +48,55 @@ class Passes:
     ) -> None:
         self.model, self.scorer, self.batch = model, scorer, batch
         self.micro_rows, self.micro_tokens = micro_rows, micro_tokens
-        self.lower: list[Tensor] | None = None
+        self.lower: list[list[Tensor]] | None = None  # of each segment of each episode
         self.tokens_real = 0
         self.tokens_padded = 0
 
     def micro_batches(self, rows: Sequence[int]) -> list[list[int]]:
         """Cut rows, shortest first, under the row and padded-token bounds."""
-        lengths = self.batch.lengths
+        segments = self.batch.segments
+        longest = [max(layout) for layout in segments]
         limit = self.micro_rows or len(rows)
         cuts: list[list[int]] = []
-        for row in sorted(rows, key=lambda row: (lengths[row], row)):
+        for row in sorted(rows, key=lambda row: (longest[row], row)):
             full = not cuts or len(cuts[-1]) >= limit
             if full or (
-                self.micro_tokens is not None and (len(cuts[-1]) + 1) * lengths[row] > self.micro_tokens
+                self.micro_tokens is not None
+                and self._forward_rows([*cuts[-1], row]) * longest[row] > self.micro_tokens
             ):
                 cuts.append([])
             cuts[-1].append(row)
         return cuts
 
+    def _forward_rows(self, rows: Sequence[int]) -> int:
+        return sum(len(self.batch.segments[row]) for row in rows)
+
     def prepare(self) -> None:
         """Run the frozen layers once for every row, if the model has any below its first adapter."""
         if not self.model.first_adapted:
             return
-        stored: list[Tensor] = [torch.empty(0)] * len(self.batch)
+        stored: list[list[Tensor]] = [[] for _ in range(len(self.batch))]
         for rows in self.micro_batches(range(len(self.batch))):
-            states = self.model.lower(self._pad_ids(rows))
-            for number, row in enumerate(rows):
-                stored[row] = states[number, : len(self.batch.token_ids[row])].clone()
+            states = iter(self.model.lower(self._pad_ids(rows)))
+            for row in rows:
+                stored[row] = [next(states)[:length].clone() for length in self.batch.segments[row]]
         self.lower = stored
 
     def _pad_ids(self, rows: Sequence[int]) -> Tensor:
-        tokens = [self.batch.token_ids[row] for row in rows]
+        tokens = [
+            segment for row in rows for segment in self.batch.token_ids[row].split(self.batch.segments[row])
+        ]
         return torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True).to(self.model.device)
 
     def _pad_lower(self, rows: Sequence[int]) -> Tensor | None:
         if self.lower is None:
             return None
-        return torch.nn.utils.rnn.pad_sequence([self.lower[row] for row in rows], batch_first=True)
+        states = [segment for row in rows for segment in self.lower[row]]
+        return torch.nn.utils.rnn.pad_sequence(states, batch_first=True)
 
     def route(self, rows: Sequence[int], roles: Sequence[RolePass]) -> tuple[tuple[str | None, int], ...]:
         return (
-            tuple((role.adapter, len(rows)) for role in roles)
+            tuple((role.adapter, self._forward_rows(rows)) for role in roles)
             if len(roles) > 1
             else ((roles[0].adapter, -1),)
         )
@@ -100,22 +109,20 @@ class Passes:
         ids, lower = self._pad_ids(rows), self._pad_lower(rows)
         self.tokens_real += sum(part.lengths) * len(roles)
         self.tokens_padded += ids.numel() * len(roles)
-        copies = len(roles)
+        copies, count = len(roles), len(ids)
         if copies > 1:
             ids = ids.repeat(copies, 1)
             lower = None if lower is None else lower.repeat(copies, 1, 1)
         hidden = self.model.hidden(ids, self.route(rows, roles), lower)
         outputs = []
         for number, role in enumerate(roles):
-            outputs.append(
-                self._read(hidden[number * len(rows) : (number + 1) * len(rows)], part, role, bootstrap)
-            )
+            outputs.append(self._read(hidden[number * count : (number + 1) * count], part, role, bootstrap))
         return outputs
 
     def _read(self, hidden: Tensor, part: UpdateBatch, role: RolePass, bootstrap: bool) -> RoleOutput:
         mask = part.mask.to(hidden.device)
-        row_index = torch.arange(len(part), device=hidden.device)[:, None].expand_as(mask)[mask]
-        states = hidden[row_index, part.positions.to(hidden.device)[mask]]  # [n, H]
+        row_index, position = (place.to(hidden.device)[mask] for place in forward_places(part))
+        states = hidden[row_index, position]  # [n, H]
         logprobs = entropies = values = after = None
         if role.score:
             supports = None if part.supports is None else part.supports.to(hidden.device)[mask]
@@ -124,9 +131,10 @@ class Passes:
         if role.value:
             values = _scatter(self.model.values(states), mask)
             if bootstrap:
-                last = torch.tensor(part.lengths, device=hidden.device) - 1
+                last = torch.tensor([layout[-1] for layout in part.segments], device=hidden.device) - 1
+                last_row = torch.tensor([len(layout) for layout in part.segments]).cumsum(0) - 1
                 with torch.no_grad():
-                    after = self.model.values(hidden[torch.arange(len(part), device=hidden.device), last])
+                    after = self.model.values(hidden[last_row.to(hidden.device), last])
         return RoleOutput(logprobs, entropies, values, after)
 
     @torch.no_grad()
@@ -161,6 +169,19 @@ class Passes:
     @property
     def critic(self) -> RolePass:
         return RolePass(self.model.critic_route, value=True)
+
+
+def forward_places(part: UpdateBatch) -> tuple[Tensor, Tensor]:
+    """Row and position [B, N] of each action's state in a forward pass with a row for each segment."""
+    counts = torch.tensor([len(layout) for layout in part.segments])
+    lengths = torch.nn.utils.rnn.pad_sequence(
+        [torch.tensor(layout) for layout in part.segments], batch_first=True
+    )
+    ends = lengths.cumsum(dim=1)  # [B, S]; padded segments are empty and end with the episode
+    segment = torch.searchsorted(ends, part.positions.contiguous(), right=True)
+    segment = segment.clamp(max=lengths.shape[1] - 1)
+    first_row = counts.cumsum(0) - counts
+    return first_row[:, None] + segment, part.positions - (ends - lengths).gather(1, segment)
 
 
 def _scatter(values: Tensor, mask: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ spans and explicit lengths; nothing is inferred from an id being the pad or end 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,8 @@ class Episode:
     truncated: bool
     success: bool
     info: Mapping[str, Any] = field(default_factory=dict)
+    segment_starts: tuple[int, ...] = (0,)  # where the model's context began anew; see `segments`
+    failure: str | None = None  # what its environment did wrong; nothing learns from such an episode
 
     def __post_init__(self) -> None:
         end = 0
@@ -82,6 +85,16 @@ class Episode:
                     f"{self.spec.episode_id}: turn {number} spans tokens [{turn.start}, {turn.end}) of {len(self.token_ids)}; spans must be ordered and after the prompt"
                 )
             end = turn.end
+        starts = self.segment_starts
+        if (
+            starts[:1] != (0,)
+            or any(second <= first for first, second in pairwise(starts))
+            or (len(starts) > 1 and starts[-1] >= len(self.token_ids))
+            or any(turn.start <= start < turn.end for turn in self.turns for start in starts)
+        ):
+            raise TrajectoryError(
+                f"{self.spec.episode_id}: segments can't start at {list(starts)} of {len(self.token_ids)} tokens; they start at 0, increase, and begin with a token that wasn't sampled"
+            )
         if len(self.sampling_logprobs) != self.num_action_tokens:
             raise TrajectoryError(
                 f"{self.spec.episode_id}: {len(self.sampling_logprobs)} sampling log-probs for {self.num_action_tokens} sampled tokens"
@@ -90,6 +103,11 @@ class Episode:
     @property
     def episode_return(self) -> float:
         return float(sum(turn.reward for turn in self.turns))
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """Token counts of the segments: what the model saw before a token is its own segment up to it."""
+        return tuple(end - start for start, end in pairwise((*self.segment_starts, len(self.token_ids))))
 
     @property
     def num_action_tokens(self) -> int:

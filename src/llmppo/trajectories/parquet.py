@@ -21,6 +21,7 @@ from llmppo.trajectories.schema import (
     EPISODE_SCHEMA,
     SCALARS,
     SCHEMA_VERSION,
+    SEGMENT_LISTS,
     TOKEN_LISTS,
     TURN_LISTS,
     UPDATE_LISTS,
@@ -68,10 +69,16 @@ def write_episodes(path: str | Path, episodes: Sequence[Episode], metadata: Mapp
         "num_turns": turns,
         "num_action_tokens": [episode.num_action_tokens for episode in ordered],
         "info": [canonical_json(dict(episode.info)) for episode in ordered],
+        "failure": [episode.failure for episode in ordered],
     }
     columns = {name: pa.array(scalar_values[name], kind) for name, kind in SCALARS.items()}
     columns |= {name: list_column(token_values[name], kind, tokens) for name, kind in TOKEN_LISTS.items()}
     columns |= {name: list_column(turn_values[name], kind, turns) for name, kind in TURN_LISTS.items()}
+    columns["segment_starts"] = list_column(
+        [start for episode in ordered for start in episode.segment_starts],
+        SEGMENT_LISTS["segment_starts"],
+        [len(episode.segment_starts) for episode in ordered],
+    )
     write_parquet(path, "episodes", EPISODE_SCHEMA, columns, metadata)
 
 
@@ -152,7 +159,7 @@ def _read_file(path: str | Path) -> list[Episode]:
     scalars = {name: table.column(name).to_pylist() for name in SCALARS}
     lists = {
         name: list_values(table.column(name), as_numpy=name in TOKEN_LISTS)
-        for name in (*TOKEN_LISTS, *TURN_LISTS)
+        for name in (*TOKEN_LISTS, *TURN_LISTS, *SEGMENT_LISTS)
     }
     episodes = []
     for row, episode_id in enumerate(scalars["episode_id"]):
@@ -204,6 +211,8 @@ def _episode(scalars: Mapping[str, Any], lists: Mapping[str, Any]) -> Episode:
         truncated=scalars["truncated"],
         success=scalars["success"],
         info=json.loads(scalars["info"]),
+        segment_starts=tuple(lists["segment_starts"]),
+        failure=scalars["failure"],
     )
     expected = {
         "episode_id": episode.spec.episode_id,

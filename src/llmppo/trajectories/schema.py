@@ -1,7 +1,8 @@
 """The Arrow schemas of trajectory files, and how tables of them become files.
 
-Lists of one row are of equal length within their axis: T tokens (`TOKEN_LISTS`) or K turns (`TURN_LISTS`), so
-`UNNEST` and `explode` give the token and turn tables. Only numbers that a token need not have are nullable.
+Lists of one row are of equal length within their axis: T tokens (`TOKEN_LISTS`), K turns (`TURN_LISTS`) or the
+segments (`SEGMENT_LISTS`; one, starting at token 0, unless the context was restarted), so `UNNEST` and `explode` give the token and turn tables. Only numbers that a token need not have are nullable,
+and `failure`, which is null where the environment did its work.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ import pyarrow.parquet as pq
 from llmppo.errors import ArtefactError
 from llmppo.files import atomic_path, canonical_json
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 TOKEN_LISTS: dict[str, pa.DataType] = {
     "token_ids": pa.int32(),
@@ -33,6 +34,7 @@ TURN_LISTS: dict[str, pa.DataType] = {
     "observations": pa.string(),
     "actions": pa.string(),
 }
+SEGMENT_LISTS: dict[str, pa.DataType] = {"segment_starts": pa.int32()}
 SCALARS: dict[str, pa.DataType] = {
     "episode_id": pa.string(),
     "split": pa.string(),
@@ -47,6 +49,7 @@ SCALARS: dict[str, pa.DataType] = {
     "num_turns": pa.int32(),
     "num_action_tokens": pa.int32(),
     "info": pa.string(),
+    "failure": pa.string(),
 }
 UPDATE_LISTS = ("old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 
@@ -57,8 +60,8 @@ def _list_of(name: str, kind: pa.DataType) -> pa.Field:
 
 
 EPISODE_SCHEMA = pa.schema(
-    [pa.field(name, kind, nullable=False) for name, kind in SCALARS.items()]
-    + [_list_of(name, kind) for name, kind in (TOKEN_LISTS | TURN_LISTS).items()]
+    [pa.field(name, kind, nullable=name == "failure") for name, kind in SCALARS.items()]
+    + [_list_of(name, kind) for name, kind in (TOKEN_LISTS | TURN_LISTS | SEGMENT_LISTS).items()]
 )
 UPDATE_SCHEMA = pa.schema(
     [pa.field("episode_id", pa.string(), nullable=False)]
