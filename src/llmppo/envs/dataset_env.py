@@ -89,10 +89,10 @@ class DatasetEnv:
         return "", reward, True, False, info
 
     def players(self) -> dict[str, Player]:
-        """A valid answer at random, where the reward function lists the valid ones."""
+        """The answer to a random training question; a valid one, where the reward function lists those."""
         choices = self.reward.choices
         if choices is None:
-            return {}
+            return {"random answer": lambda rng, texts: rng.choice(self.train_rows)["answer"]}
 
         def pick(rng: random.Random, texts: Sequence[str]) -> str:
             assert self._row is not None, "a player replies to a question that was served"
