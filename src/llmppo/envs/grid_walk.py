@@ -146,9 +146,7 @@ def _cells(text: str) -> Iterator[Cell]:
 
 
 def _moved(cell: Cell, move: str, size: int) -> Cell:
-    column, row = (
-        min(max(place + step, 0), size - 1) for place, step in zip(cell, MOVES[move], strict=True)
-    )
+    column, row = (min(max(place + step, 0), size - 1) for place, step in zip(cell, MOVES[move], strict=True))
     return column, row
 
 

@@ -114,7 +114,9 @@ def reward_parts(variants: Sequence[VariantSummary]) -> list[tuple[str, str, flo
     """(variant, reward of a rubric, mean before training, mean after it), means over seeds."""
     prefix, found = "eval/rewards/", []
     for variant in variants:
-        ends = [(chain.scored[0].metrics, chain.scored[-1].metrics) for chain in variant.chains if chain.scored]
+        ends = [
+            (chain.scored[0].metrics, chain.scored[-1].metrics) for chain in variant.chains if chain.scored
+        ]
         names = dict.fromkeys(name for first, _ in ends for name in first if name.startswith(prefix))
         for name in names:
             before, after = (fmean(end[place][name] for end in ends) for place in (0, 1))
