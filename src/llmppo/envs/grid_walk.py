@@ -90,7 +90,7 @@ class GridWalk:
 @cache
 def split_pairs(size: int, held_out: float) -> tuple[list[tuple[Cell, Cell]], list[tuple[Cell, Cell]]]:
     """Pairs of start and goal for training and evaluation, the same for every environment of a size."""
-    cells = list(product(range(size), repeat=2))
+    cells: list[Cell] = list(product(range(size), range(size)))
     pairs = [(start, goal) for start in cells for goal in cells if start != goal]
     random.Random(derive_seed("grid walk pairs", size)).shuffle(pairs)
     count = round(held_out * len(pairs))

@@ -173,7 +173,8 @@ def demonstration(
     """
     env = TextArena(game, actions=actions, **kwargs)
     observation, _ = env.reset(seed=rng.getrandbits(62))
-    dialogue, over = [], False
+    dialogue: list[tuple[str, str]] = []
+    over = False
     while not over and len(dialogue) < max_turns:
         reply = rng.choice(actions)
         if rng.random() < malformed:
