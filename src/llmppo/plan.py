@@ -17,6 +17,7 @@ from llmppo.config import (
     PretrainedModelConfig,
     StageResources,
     TinyModelConfig,
+    WarmStartConfig,
 )
 from llmppo.errors import ConfigError
 from llmppo.experiment import variant_config
@@ -165,6 +166,8 @@ class Plan:
 
     def base_model_sources(self, variant: str) -> list[str]:
         match self.variants[variant].base_model:
+            case TinyModelConfig(warm_start=WarmStartConfig(kwargs=kwargs)):
+                return [value for value in kwargs.values() if isinstance(value, str) and Path(value).is_file()]
             case GgufModelConfig(package=None, file=file):
                 return [file]
             case PretrainedModelConfig(path=path) if Path(path).is_dir():
