@@ -167,7 +167,9 @@ class Plan:
     def base_model_sources(self, variant: str) -> list[str]:
         match self.variants[variant].base_model:
             case TinyModelConfig(warm_start=WarmStartConfig(kwargs=kwargs)):
-                return [value for value in kwargs.values() if isinstance(value, str) and Path(value).is_file()]
+                return [
+                    value for value in kwargs.values() if isinstance(value, str) and Path(value).is_file()
+                ]
             case GgufModelConfig(package=None, file=file):
                 return [file]
             case PretrainedModelConfig(path=path) if Path(path).is_dir():

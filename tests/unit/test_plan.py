@@ -172,7 +172,10 @@ def test_files_of_warm_starts_and_folders_of_datasets_are_inputs(tmp_path: Any) 
     folder.mkdir()
     for name in ("state.json", "data.arrow"):
         (folder / name).write_text("{}")
-    start = {"dialogues": "llmppo.envs.dataset_env:demonstration", "kwargs": {"path": str(rows), "right": 0.1}}
+    start = {
+        "dialogues": "llmppo.envs.dataset_env:demonstration",
+        "kwargs": {"path": str(rows), "right": 0.1},
+    }
     tiny = {**TINY["base_model"], "warm_start": start}
     assert plan(base_model=tiny).base_model_sources("main") == [str(rows)]
     assert plan().base_model_sources("main") == []
