@@ -27,7 +27,7 @@ MOVE = re.compile(r"\[[^\[\]\s][^\[\]]*\]")
 
 
 class TextArena:
-    """One game.
+    """One game; an episode succeeds when the game pays 1 (solved, or won).
 
     Args:
         game: Id in the library without a suffix, such as `Secretary-v0`.
@@ -90,7 +90,7 @@ class TextArena:
             done, _ = self._game.step(action)
         broken_off = bool(state.game_info[LEARNER]["invalid_move"])
         # One invalid move is forgiven: the game counts it and asks again.
-        invalid = broken_off or state.error_count > 0
+        invalid = broken_off or getattr(state, "error_count", 0) > 0
         observation = self._read(LEARNER) if invalid or done else self._play_opponent()
         reward = 0.0
         if state.done:
