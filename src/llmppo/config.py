@@ -80,22 +80,22 @@ BaseModelConfig = Annotated[
 
 
 class DatasetConfig(Section):
-    """Files of a dataset environment: made by a generator, or your own JSONL."""
+    """Rows of a dataset environment: made by a generator, or your own files (JSONL, Parquet, a saved `datasets` folder)."""
 
     generator: str | None = Field(
         None, description="`module:function` returning `(train_rows, eval_rows)` from `(seed, **kwargs)`."
     )
     kwargs: dict[str, Any] = Field({}, description="Keyword arguments of the generator.")
     seed: NonNegative = Field(0, description="Seed of the generator.")
-    train: str | None = Field(None, description="JSONL file of training rows (without a generator).")
-    eval: str | None = Field(None, description="JSONL file of held-out rows (without a generator).")
+    train: str | None = Field(None, description="File or folder of training rows (without a generator).")
+    eval: str | None = Field(None, description="File or folder of held-out rows (without a generator).")
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.generator is None) == (self.train is None):
             raise ValueError("give either `generator` or `train` (with `eval`), not both or none")
         if self.generator is None and self.eval is None:
-            raise ValueError("`train` needs `eval`: held-out rows in a JSONL file of their own")
+            raise ValueError("`train` needs `eval`: held-out rows in a file of their own")
         return self
 
 

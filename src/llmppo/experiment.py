@@ -121,7 +121,7 @@ def _check_combination(config: ExperimentConfig, source: str) -> None:
     if config.dataset is not None:
         for key in ("train", "eval"):
             file = getattr(config.dataset, key)
-            if file is not None and not Path(file).is_file():
+            if file is not None and not Path(file).exists():
                 faults.append(f"dataset.{key}: there is no file {file}")
     for key, callable_name in _callables(config):
         module, _, name = callable_name.partition(":")

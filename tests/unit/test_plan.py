@@ -166,6 +166,27 @@ def test_local_model_files_are_inputs(tmp_path: Any) -> None:
     assert plan(base_model={"kind": "gguf", "package": "p"}).base_model_sources("main") == []
 
 
+def test_files_of_warm_starts_and_folders_of_datasets_are_inputs(tmp_path: Any) -> None:
+    rows, folder = tmp_path / "rows.jsonl", tmp_path / "saved"
+    rows.write_text("{}")
+    folder.mkdir()
+    for name in ("state.json", "data.arrow"):
+        (folder / name).write_text("{}")
+    start = {
+        "dialogues": "llmppo.envs.dataset_env:demonstration",
+        "kwargs": {"path": str(rows), "right": 0.1},
+    }
+    tiny = {**TINY["base_model"], "warm_start": start}
+    assert plan(base_model=tiny).base_model_sources("main") == [str(rows)]
+    assert plan().base_model_sources("main") == []
+    with_folder = plan(dataset={"train": str(folder), "eval": str(rows)})
+    assert with_folder.dataset_sources("main") == [
+        str(folder / "data.arrow"),
+        str(folder / "state.json"),
+        str(rows),
+    ]
+
+
 def test_names_of_shared_folders_are_refused() -> None:
     with pytest.raises(ConfigError, match="name: `shared`"):
         plan(name="shared")

@@ -467,3 +467,32 @@ def test_figures_follow_the_page_scheme() -> None:
     assert 'id="b"' in inline
     assert 'id="a"' not in inline
     assert "<style" not in inline
+
+
+def test_a_measured_player_is_a_line_unless_its_exact_rate_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "baselines.json"
+    measured = {
+        name: {"success_rate": rate, "reward_mean": rate, "episodes": 10}
+        for name, rate in (("random play", 0.3), ("best constant reply", 0.1))
+    }
+    write_json(path, {"references": {"random play": 0.25}, "measured": measured, "notes": []})
+    found = report.read_baselines(path)
+    assert list(found.references.items()) == [("best constant reply", 0.1), ("random play", 0.25)]
+    assert found.measured["random play"]["success_rate"] == 0.3
+
+
+def test_parts_of_the_reward_are_averaged_over_seeds(tmp_path: Path) -> None:
+    values = small()
+    _, results, baselines = write_results(tmp_path, values)
+    out = results / "report" / "report.html"
+    report.run(values, results=results, baselines=baselines, out=out)
+    assert "Parts of the reward" not in out.read_text(encoding="utf-8")
+    for seed, after in ((0, 0.5), (1, 1.0)):
+        for iteration, value in (("0000", 0.125), ("0002", 0.3), ("0004", after)):
+            path = results / "main" / f"seed-{seed}" / "evaluations" / iteration / "metrics.json"
+            content = json.loads(path.read_text())
+            content["metrics"]["eval/rewards/short & sweet"] = value
+            write_json(path, content)
+    report.run(values, results=results, baselines=baselines, out=out)
+    words = Page(out.read_text(encoding="utf-8")).words
+    assert re.search(r"Parts of the reward.*short & sweet\s+0\.12\s+0\.75", words, re.DOTALL)

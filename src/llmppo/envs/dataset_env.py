@@ -1,10 +1,10 @@
 """A question-answer dataset as a single-turn environment: serve a question on reset, score it on step.
 
-Rows come from JSONL files (see `dataset_rows`), the score from `reward(completion, answer, question)`, which
-may also take `row`, the whole row. Training takes rows of `train_path`, evaluation those of `eval_path`.
+Rows come from files (see `dataset_files`), the score from a reward function or several (see `rubric`).
+Training takes rows of `train_path`, evaluation those of `eval_path`. `demonstration` makes warm-start
+dialogues of the same rows.
 """
 
-import inspect
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -12,10 +12,11 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, Literal
 
-from llmppo.envs.dataset_rows import Row, check_row, read_dataset
+from llmppo.envs.dataset_rows import Row, check_row, read_dataset, read_rows_once
+from llmppo.envs.rewards import exact_match
+from llmppo.envs.rubric import Reward, Rubric
 from llmppo.envs.scripted import Player
 from llmppo.errors import ConfigError, EnvironmentFault
-from llmppo.imports import load_callable
 
 Message = dict[str, str]
 CONSTANT_CANDIDATES, CONSTANT_ROWS = 100, 500  # bound on the reward calls of the constant-answer floor
@@ -25,8 +26,9 @@ class DatasetEnv:
     """One question a time.
 
     Args:
-        train_path, eval_path: JSONL files of disjoint rows.
-        reward: `module:function`, or the function itself.
+        train_path, eval_path: Files or folders of disjoint rows.
+        reward: `module:function`, or the function itself; `exact_match` if `rewards` isn't given either.
+        rewards: A rubric instead: parts of `name`, `function`, `weight`, whose weighted sum is the reward.
         prompt: Text of a question; `{question}` and the row's other fields are filled in.
         examples: Worked examples, rows of `question` and `answer`, shown before the question.
         examples_as: `messages` (a user and an assistant message each) or `text` (all in one user message).
@@ -37,14 +39,19 @@ class DatasetEnv:
         self,
         train_path: str | Path,
         eval_path: str | Path,
-        reward: str | Callable[..., Any] = "llmppo.envs.rewards:exact_match",
+        reward: str | Callable[..., Any] | None = None,
+        rewards: Sequence[Mapping[str, Any]] | None = None,
         prompt: str = "{question}",
         examples: Sequence[Mapping[str, Any]] = (),
         examples_as: Literal["messages", "text"] = "messages",
         system: str | None = None,
     ) -> None:
         self.train_rows, self.eval_rows = read_dataset(train_path, eval_path)
-        self.reward = load_callable(reward, "env.kwargs.reward") if isinstance(reward, str) else reward
+        if reward is not None and rewards is not None:
+            raise ConfigError("env.kwargs: give either `reward` or `rewards`, not both")
+        self.reward: Reward | Rubric = (
+            Reward.load(reward or exact_match, "env.kwargs.reward") if rewards is None else Rubric(rewards)
+        )
         self.prompt, self.system, self.examples_as = prompt, system, examples_as
         if examples_as not in ("messages", "text"):
             raise ConfigError(f"env.kwargs.examples_as: {examples_as!r}; accepted: messages, text")
@@ -52,8 +59,6 @@ class DatasetEnv:
             check_row(row, f"env.kwargs.examples, row {number}") for number, row in enumerate(examples, 1)
         ]
         _check_prompt(prompt, [*self.examples, self.train_rows[0]])
-        self._reward_name = f"{self.reward.__module__}:{getattr(self.reward, '__qualname__', self.reward)}"
-        self._reward_takes_row = "row" in inspect.signature(self.reward).parameters
         self._row: Row | None = None
         self._where, self._cursor, self._cursor_split = "", 0, ""
 
@@ -80,30 +85,14 @@ class DatasetEnv:
         """Score the reply; the episode is over."""
         if self._row is None:
             raise EnvironmentFault("DatasetEnv.step: no question was served; call reset first")
-        reward, info = self.score(action, self._row, self._where)
+        reward, info = self.reward(action, self._row, self._where)
         return "", reward, True, False, info
 
-    def score(self, completion: str, row: Row, where: str) -> tuple[float, dict[str, Any]]:
-        """Reward and info of a completion. Raises EnvironmentFault naming function and row."""
-        extra = {"row": row} if self._reward_takes_row else {}
-        try:
-            result = self.reward(completion, row["answer"], row["question"], **extra)
-        except Exception as error:  # user code: whatever it raises, say where
-            raise EnvironmentFault(
-                f"reward {self._reward_name} raised {type(error).__name__} on row {where}: {error}"
-            ) from error
-        reward, info = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-        if not isinstance(reward, (int, float)) or not isinstance(info, Mapping):
-            raise EnvironmentFault(
-                f"reward {self._reward_name} returned {result!r} on row {where}; it returns a number, or (number, info)"
-            )
-        return float(reward), dict(info)
-
     def players(self) -> dict[str, Player]:
-        """A valid answer at random, where the reward function lists the valid ones."""
-        choices = getattr(self.reward, "choices", None)
+        """The answer to a random training question; a valid one, where the reward function lists those."""
+        choices = self.reward.choices
         if choices is None:
-            return {}
+            return {"random answer": lambda rng, texts: rng.choice(self.train_rows)["answer"]}
 
         def pick(rng: random.Random, texts: Sequence[str]) -> str:
             assert self._row is not None, "a player replies to a question that was served"
@@ -114,7 +103,7 @@ class DatasetEnv:
     def references(self) -> dict[str, float]:
         """Success on the held-out rows of the best constant answer, and of a valid answer at random."""
         rates = {"best constant answer": self._constant_success()}
-        choices = getattr(self.reward, "choices", None)
+        choices = self.reward.choices
         if choices is not None:
             rates["valid random pick"] = _mean(
                 _mean(self._succeeds(choice, row) for choice in choices(row["question"]))
@@ -139,7 +128,7 @@ class DatasetEnv:
         return _mean(self._succeeds(completion, row) for row in rows)
 
     def _succeeds(self, completion: str, row: Row) -> bool:
-        reward, info = self.score(completion, row, repr(row["question"]))
+        reward, info = self.reward(completion, row, repr(row["question"]))
         return bool(info.get("success", reward >= 1.0))
 
     def _messages(self, row: Row) -> list[Message]:
@@ -153,6 +142,20 @@ class DatasetEnv:
         for asked, answer in shown:
             dialogue += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
         return [*system, *dialogue, {"role": "user", "content": question}]
+
+
+def demonstration(
+    rng: random.Random, path: str, right: float = 0.0, prompt: str = "{question}"
+) -> list[tuple[str, str]]:
+    """A warm-start dialogue: a question of the file and an answer, which shows the form of answers.
+
+    The answer is the row's own with probability `right`, else that of any row: what a model knows that has
+    seen which answers there are. Give training rows only.
+    """
+    rows = read_rows_once(path)
+    row = rng.choice(rows)
+    source = row if rng.random() < right else rng.choice(rows)
+    return [(prompt.format(**row), source["answer"])]
 
 
 def _mean(values: Any) -> float:

@@ -1,4 +1,4 @@
-"""Rows of a question-answer dataset: JSONL files, checked line by line.
+"""Rows of a question-answer dataset, checked one by one; `dataset_files` has the formats.
 
 A row is a JSON object with `question` (text) and `answer` (text or number) and whatever else a reward
 function wants. Training and held-out rows share no question.
@@ -11,9 +11,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from llmppo.envs.dataset_files import read_file
 from llmppo.errors import ConfigError
+from llmppo.files import files_of
 
 Row = dict[str, Any]
+SHOWN = 5  # shared rows that a message names
 
 
 def check_row(row: Any, where: str) -> Row:
@@ -28,28 +31,20 @@ def check_row(row: Any, where: str) -> Row:
             raise ConfigError(
                 f"{where}: `{name}` is {row[name]!r}, not a text{' or a number' * (len(kinds) > 1)}"
             )
+    for name, value in row.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{where}: `{name}` can't be stored as JSON: {error}") from None
     return {**row, "answer": str(row["answer"])}
 
 
 def read_rows(path: str | os.PathLike[str]) -> tuple[Row, ...]:
-    """Rows of a JSONL file; empty lines are skipped. Raises ConfigError naming file and line."""
-    rows = []
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"dataset file {path} can't be read: {error}") from None
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{where}: not valid JSON: {error}") from None
-        rows.append(check_row(row, where))
+    """Rows of a dataset file or folder, in order. Raises ConfigError naming file and line or row."""
+    rows = tuple(check_row(row, where) for where, row in read_file(path))
     if not rows:
         raise ConfigError(f"{path} has no rows")
-    return tuple(rows)
+    return rows
 
 
 def read_dataset(
@@ -59,20 +54,33 @@ def read_dataset(
     return _read_dataset(Path(train), _state(train), Path(held_out), _state(held_out))
 
 
-def _state(path: str | os.PathLike[str]) -> tuple[int, int]:
+def _state(path: str | os.PathLike[str]) -> tuple[tuple[int, int], ...]:
     """What changes when a file is written again."""
     try:
-        status = os.stat(path)
+        states = [file.stat() for file in files_of(path)]
     except OSError as error:
         raise ConfigError(f"dataset file {path} can't be read: {error.strerror}") from None
-    return status.st_mtime_ns, status.st_size
+    return tuple((state.st_mtime_ns, state.st_size) for state in states)
+
+
+def read_rows_once(path: str | os.PathLike[str]) -> tuple[Row, ...]:
+    """`read_rows`, cached until the file changes."""
+    return _read_rows_once(Path(path), _state(path))
+
+
+@lru_cache(maxsize=8)
+def _read_rows_once(path: Path, state: tuple[tuple[int, int], ...]) -> tuple[Row, ...]:
+    return read_rows(path)
 
 
 @lru_cache(maxsize=8)
 def _read_dataset(
-    train: Path, train_state: tuple[int, int], held_out: Path, held_out_state: tuple[int, int]
+    train: Path,
+    train_state: tuple[tuple[int, int], ...],
+    held_out: Path,
+    held_out_state: tuple[tuple[int, int], ...],
 ) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    rows = read_rows(train), read_rows(held_out)
+    rows = read_rows_once(train), read_rows_once(held_out)
     check_disjoint(*rows, (str(train), str(held_out)))
     return rows
 
@@ -87,8 +95,10 @@ def check_disjoint(train: Sequence[Row], held_out: Sequence[Row], names: tuple[s
     trained = {content(row): number for number, row in enumerate(train, start=1)}
     shared = [(number, row) for number, row in enumerate(held_out, start=1) if content(row) in trained]
     if shared:
-        number, row = shared[0]
+        named = "; ".join(
+            f"{names[1]}, row {number} asks what {names[0]}, row {trained[content(row)]} asks: {row['question']!r}"
+            for number, row in shared[:SHOWN]
+        )
         raise ConfigError(
-            f"{names[1]}, row {number} asks what {names[0]}, row {trained[content(row)]} asks: {row['question']!r} "
-            f"({len(shared)} of {len(held_out)} held-out rows are in training too); held-out rows must be new"
+            f"{named} ({len(shared)} of {len(held_out)} held-out rows are in training too); held-out rows must be new"
         )

@@ -54,3 +54,8 @@ def number_choice(completion: str, answer: str, question: str) -> tuple[float, d
     if given not in numbers_in(question):
         return INVALID_CHOICE, {"success": False, "invalid": True}
     return float(given == answer), {"success": given == answer, "invalid": False}
+
+
+def one_word(completion: str, answer: str, question: str) -> float:
+    """1 if the completion is a single word, else 0: a format reward, for a rubric beside one on content."""
+    return float(len(completion.split()) == 1)

@@ -29,7 +29,10 @@ from llmppo.reporting.transcripts import pairs_of
 
 @dataclass(frozen=True)
 class Baselines:
-    """Floors and bounds of the environment, and what to know about it."""
+    """Floors and bounds of the environment, and what to know about it.
+
+    `references` are success rates to draw: exact ones, and those of players that were only measured.
+    """
 
     references: Mapping[str, float]
     measured: Mapping[str, Mapping[str, Any]]
@@ -105,6 +108,20 @@ def warmups(variants: Sequence[VariantSummary]) -> list[tuple[str, float, float]
         if metrics:
             before, after = (fmean(values[name] for values in metrics) for name in names)
             found.append((variant.name, before, after))
+    return found
+
+
+def reward_parts(variants: Sequence[VariantSummary]) -> list[tuple[str, str, float, float]]:
+    """(variant, reward of a rubric, mean before training, mean after it), means over seeds."""
+    prefix, found = "eval/rewards/", []
+    for variant in variants:
+        ends = [
+            (chain.scored[0].metrics, chain.scored[-1].metrics) for chain in variant.chains if chain.scored
+        ]
+        names = dict.fromkeys(name for first, _ in ends for name in first if name.startswith(prefix))
+        for name in names:
+            before, after = (fmean(end[place][name] for end in ends) for place in (0, 1))
+            found.append((variant.name, name.removeprefix(prefix), before, after))
     return found
 
 
@@ -205,6 +222,7 @@ def build_page(
         unfinished=unfinished(config, variants),
         curves=_curves(config, variants, baselines, folder, legend),
         interval_note=interval_kind(next((v.end for v in variants if v.end), None)),
+        reward_parts=reward_parts(variants),
         format_sections=format_sections(config, variants, baselines.references, folder),
         checks=run_checks(chains),
         groups=draw_panels(variants, folder, legend),

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from llmppo.config import EnvConfig, EvaluationConfig, SamplingConfig
@@ -20,7 +21,7 @@ from llmppo.trajectories.parquet import write_episodes
 
 
 def score(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Success with its 95 % interval, reward, turns and invalid share, by short names.
+    """Success with its 95 % interval, reward and its parts, turns and invalid share, by short names.
 
     Over the `n` episodes whose environment did its work.
     """
@@ -44,7 +45,15 @@ def score(episodes: Sequence[Episode]) -> dict[str, float]:
         "invalid_action_frac",
         "truncated_frac",
     )
-    return values | {name: metrics[f"rollout/{name}"] for name in kept if f"rollout/{name}" in metrics}
+    values |= {name: metrics[f"rollout/{name}"] for name in kept if f"rollout/{name}" in metrics}
+    return values | reward_parts(episodes)
+
+
+def reward_parts(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Means of the named rewards of a rubric, as `rewards/<name>`; empty without one."""
+    parts = [episode.info["rewards"] for episode in episodes if "rewards" in episode.info]
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {f"rewards/{name}": fmean(part[name] for part in parts) for name in names}
 
 
 def evaluation_indices(episodes: int, dataset: Path | None) -> range:

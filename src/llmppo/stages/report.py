@@ -23,7 +23,9 @@ def read_baselines(path: Path | None) -> Baselines:
         return Baselines({}, {}, [])
     content = read_json(path)
     measured = {name: finite(values) for name, values in (content.get("measured") or {}).items()}
-    references = finite(content.get("references"))
+    # A player without an exact rate is a line too, at what it scored.
+    played = {name: values["success_rate"] for name, values in measured.items() if "success_rate" in values}
+    references = {**played, **finite(content.get("references"))}
     return Baselines(
         dict(sorted(references.items(), key=lambda item: item[1])),
         dict(sorted(measured.items(), key=lambda item: item[1].get("success_rate", 0.0))),

@@ -1,0 +1,65 @@
+"""Where the rows of a dataset come from: a JSONL file, a Parquet file, or a folder of `datasets.save_to_disk`.
+
+Each reader yields (where, row): `where` names file and line or row, for messages; the row isn't checked.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from llmppo.errors import ConfigError
+
+FORMATS = "a JSONL file, a Parquet file (*.parquet), or a folder written by datasets.save_to_disk"
+
+
+def read_file(path: str | os.PathLike[str]) -> Iterator[tuple[str, Any]]:
+    """Rows of `path` in their order. Raises ConfigError naming what can't be read."""
+    path = Path(path)
+    try:
+        if path.is_dir():
+            yield from _table_rows(path, _saved_dataset(path))
+        elif path.suffix == ".parquet":
+            yield from _table_rows(path, pq.read_table(path))
+        else:
+            yield from _json_lines(path)
+    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
+        raise ConfigError(f"dataset file {path} can't be read: {error}") from None
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            yield where, json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{where}: not valid JSON: {error}") from None
+
+
+def _table_rows(path: Path, table: pa.Table) -> Iterator[tuple[str, Any]]:
+    for number, row in enumerate(table.to_pylist(), start=1):
+        yield f"{path}, row {number}", row
+
+
+def _saved_dataset(folder: Path) -> pa.Table:
+    """The table of a saved dataset: Arrow stream files, named in their order by `state.json`."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        raise ConfigError(
+            f"dataset folder {folder} holds several splits; name one: "
+            + ", ".join(str(folder / split) for split in splits)
+        )
+    if not (folder / "state.json").is_file():
+        raise ConfigError(f"dataset folder {folder} has no state.json; a dataset is {FORMATS}")
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    tables = []
+    for entry in state["_data_files"]:
+        with pa.memory_map(str(folder / entry["filename"])) as source:
+            tables.append(pa.ipc.open_stream(source).read_all())
+    return pa.concat_tables(tables)
