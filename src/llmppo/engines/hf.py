@@ -1,9 +1,9 @@
 """Batched generation with a KV cache on any transformers causal LM.
 
 All requests of a call (or `chunk_size` of them) run together, left-padded; finished rows leave the batch,
-so a call makes as many model calls as its longest reply has tokens. A recorded log-prob is that of
-softmax(logits / temperature + logit_bias), which is what the trainer computes; top-k, top-p, min-p,
-repetition penalty and `min_new_tokens` only restrict what is drawn. Greedy replies take the likeliest token.
+so a call makes as many model calls as its longest reply has tokens. Logits are divided by the temperature,
+then the logit bias is added, which is what the trainer computes; `llmppo.engines.sampling` says what a recorded
+log-prob is. Greedy replies take the likeliest token.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -149,11 +149,15 @@ class HFEngine:
         lengths = torch.zeros_like(limits)
         ended = torch.zeros(len(requests), dtype=torch.bool, device=device)
         rows, done = torch.arange(len(requests), device=device), torch.zeros_like(ended)
+        supports: list[list[np.ndarray]] | None = [[] for _ in requests] if sampler.restricts else None
 
         for step in range(longest):
             logits = self._forward(input_ids, attention_mask[:, : width + step], position_ids, cache)
             self.decode_steps += 1
-            chosen, logprob = sampler.choose(logits)
+            chosen, logprob, drawn_from = sampler.choose(logits)
+            if supports is not None:
+                for row, scores in zip(rows.tolist(), torch.isfinite(drawn_from).cpu().numpy(), strict=True):
+                    supports[row].append(np.flatnonzero(scores).astype(np.int32))
             tokens[rows, step], logprobs[rows, step] = chosen, logprob
             is_end = torch.isin(chosen, end_tokens)
             finished = ~done & (is_end | (limits[rows] == step + 1))
@@ -172,7 +176,7 @@ class HFEngine:
                 sampler.keep(kept)
                 rows, done, attention_mask = rows[kept], done[kept], attention_mask[kept]
                 input_ids, position_ids = input_ids[kept], position_ids[kept]
-        return _replies(tokens.cpu(), logprobs.cpu(), lengths.tolist(), ended.tolist())
+        return _replies(tokens.cpu(), logprobs.cpu(), lengths.tolist(), ended.tolist(), supports)
 
     def _left_padded(self, requests: Sequence[GenerationRequest]) -> tuple[Tensor, Tensor]:
         """Prompts [B, S] and their attention mask [B, S + longest reply]."""
@@ -189,7 +193,13 @@ class HFEngine:
         return torch.from_numpy(ids).to(self._device), torch.from_numpy(mask).to(self._device)
 
 
-def _replies(tokens: Tensor, logprobs: Tensor, lengths: list[int], ended: list[bool]) -> list[Generation]:
+def _replies(
+    tokens: Tensor,
+    logprobs: Tensor,
+    lengths: list[int],
+    ended: list[bool],
+    supports: list[list[np.ndarray]] | None,
+) -> list[Generation]:
     replies = []
     for row, length in enumerate(lengths):
         sampled = logprobs[row, :length].numpy().copy()
@@ -202,6 +212,7 @@ def _replies(tokens: Tensor, logprobs: Tensor, lengths: list[int], ended: list[b
                 token_ids=tokens[row, :length].tolist(),
                 logprobs=sampled,
                 stop_reason=StopReason.EOS if ended[row] else StopReason.LENGTH,
+                supports=None if supports is None else supports[row][:length],
             )
         )
     return replies

@@ -126,6 +126,7 @@ class RolloutHarness:
         self._tokens = list(self.framer.prompt(messages))
         self._turns: list[Turn] = []
         self._logprobs: list[np.ndarray] = []
+        self._supports: list[np.ndarray | None] = []
         self._terminated = False
         self._over = len(self._tokens) >= self.max_model_len
         if not self._tokens:
@@ -159,6 +160,7 @@ class RolloutHarness:
             )
         self._tokens = self._tokens + list(reply)
         self._logprobs.append(generation.logprobs)
+        self._supports += generation.supports or [None] * len(reply)
         action = self.tokenizer.decode(reply, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         step = step_environment(self.env, spec.episode_id, action)
         self._turns.append(
@@ -198,6 +200,7 @@ class RolloutHarness:
             task_id=str(self._info["task_id"]),
             token_ids=np.array(self._tokens, np.int32),
             sampling_logprobs=logprobs,
+            sampling_supports=self._supports if any(s is not None for s in self._supports) else None,
             turns=tuple(self._turns),
             terminated=self._terminated,
             truncated=not self._terminated,
