@@ -4,6 +4,7 @@
 differ, so sampled replies are held against the model's own log-probs, not against each other.
 """
 
+import functools
 import importlib.util
 from pathlib import Path
 
@@ -115,18 +116,24 @@ def server(base):
     return Servers([url, url], config)
 
 
+@pytest.fixture(scope="module")
+def actor(base, policies):
+    """`actor(policy)` is the base model with a policy's adapter, loaded once."""
+    return functools.cache(
+        lambda policy: load_actor(base, None if policy is None else policies / policy, "cpu")
+    )
+
+
 @pytest.fixture
-def make(request, base, policies):
+def make(request, base, policies, actor):
     """`make(kind, policy, **sampling)` gives an engine; without a policy it samples the base model."""
     tokenizer = load_tokenizer(base)
-    models = {}
 
     def engine(kind, policy=None, **sampling):
         settings = SamplingConfig(max_model_len=CONTEXT, **sampling)
         folder = None if policy is None else policies / policy
         if kind == "hf":
-            models.setdefault(policy, load_actor(base, folder, "cpu"))
-            return actor_engine(models[policy], settings, tokenizer)
+            return actor_engine(actor(policy), settings, tokenizer)
         adapter = zero_adapter(base) if policy is None else Adapter.of_policy(folder)
         backend = request.getfixturevalue("in_process" if kind == "vllm" else "server")
         ends = end_token_ids(tokenizer, load_generation_config(base))
@@ -160,9 +167,8 @@ def requests(prompts, most=12, fewest=0, seed=0):
     ]
 
 
-def scores_of(base, policies, policy, request, reply):
+def scores_of(model, request, reply):
     """[n, V] logits of the reply's tokens, from one pass over prompt and reply."""
-    model = load_actor(base, None if policy is None else policies / policy, "cpu")
     ids = torch.tensor([[*request.token_ids, *reply.token_ids]])
     with torch.inference_mode(), model.router.using(((ACTOR, -1),)):
         logits = model.base(input_ids=ids).logits[0].float()
@@ -170,12 +176,12 @@ def scores_of(base, policies, policy, request, reply):
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_engine_contract(kind, make, base, policies, prompts):
+def test_engine_contract(kind, make, base, actor, prompts):
     """All cases of one engine: loading a model once for each case would take longer than the cases."""
     ends = end_token_ids(load_tokenizer(base), load_generation_config(base))
 
     # Greedy: the same replies as transformers' own, token for token.
-    model = load_base(base)
+    model = actor(None).base
     for request, reply in zip(
         requests(prompts), make(kind).generate(requests(prompts), greedy=True), strict=True
     ):
@@ -227,7 +233,7 @@ def test_engine_contract(kind, make, base, policies, prompts):
         batch = requests(prompts)
         filters = {name: sampling[name] for name in ("top_k", "top_p", "min_p") if name in sampling}
         for request, reply in zip(batch, make(kind, "mild", **sampling).generate(batch), strict=True):
-            scores = scores_of(base, policies, "mild", request, reply) / sampling.get("temperature", 1.0)
+            scores = scores_of(actor("mild"), request, reply) / sampling.get("temperature", 1.0)
             for token, offset in sampling.get("logit_bias", {}).items():
                 scores[:, token] += offset
             allowed = restrict(scores, **filters)
