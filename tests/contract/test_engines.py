@@ -203,6 +203,15 @@ def test_engine_contract(kind, make, base, actor, prompts):
     other = engine.generate(requests(prompts, seed=100))
     assert [reply.token_ids for reply in other] != [reply.token_ids for reply in first]
 
+    # Any number of prompt tokens in one call.
+    many = [
+        GenerationRequest(
+            token_ids=np.random.default_rng(row).integers(100, 4000, 120).tolist(), seed=row, max_new_tokens=2
+        )
+        for row in range(40)
+    ]
+    assert {len(reply.token_ids) for reply in engine.generate(many)} <= {1, 2}
+
     # Stop reasons, and the end token in the reply.
     replies = engine.generate(requests(prompts, most=60), greedy=True)
     assert StopReason.EOS in {reply.stop_reason for reply in replies}

@@ -27,6 +27,7 @@ from llmppo.trajectories.episode import StopReason
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the sizes that vLLM has for `max_lora_rank`
 CACHED_ADAPTERS = 8  # kept in host memory; others are loaded from their folder again
+PROMPT_TOKENS = 4096  # of prompts that a CPU reads in one step, at least
 LOWEST_TEMPERATURE = 0.01  # vLLM samples at this where a lower one is asked for
 IMPOSSIBLE = -9000.0  # a server sends -9999 for the log-prob of a token that can't be drawn
 
@@ -102,7 +103,13 @@ def engine_arguments(
         "seed": 0,  # requests have seeds of their own
     }
     if device == "cpu":
-        return arguments | {"enforce_eager": True, "kv_cache_memory_bytes": vllm.cpu_cache_gib * 2**30}
+        return arguments | {
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": vllm.cpu_cache_gib * 2**30,
+            # A prompt cut in two needs its random generator set back, which vLLM can't do on a CPU: it would die.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(PROMPT_TOKENS, max_model_len),
+        }
     return arguments | {
         "enforce_eager": vllm.enforce_eager,
         "gpu_memory_utilization": vllm.gpu_memory_utilization,
