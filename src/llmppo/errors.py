@@ -29,5 +29,9 @@ class NonFiniteError(LlmppoError):
     """A loss or gradient is NaN or infinite; names the episodes, raised before any weight changes."""
 
 
+class EngineError(LlmppoError):
+    """A generation engine can't be started, can't be reached, or refused a request."""
+
+
 class TemplateError(LlmppoError):
     """A chat template can't frame a turn without changing the tokens before it."""

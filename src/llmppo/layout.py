@@ -49,6 +49,10 @@ class Layout:
     def worker_log(self) -> str:
         return f"{self.root}/logs/worker.log"
 
+    @property
+    def server_log(self) -> str:
+        return f"{self.root}/logs/vllm-server.log"
+
     # Shared by every variant, seed and experiment that agrees on what they depend on.
 
     def base_model(self, key: str) -> str:

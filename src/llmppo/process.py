@@ -9,6 +9,8 @@ from typing import TextIO
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PARENT = "LLMPPO_PARENT"  # set by the rules to the process id of Snakemake
+SERVER_LOG = "LLMPPO_SERVER_LOG"  # file that gets the output of a vLLM server that a stage starts
+WORKFLOW = "LLMPPO_WORKFLOW"  # the same process, for the whole life of a stage
 THREAD_COUNTS = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -58,6 +60,7 @@ def die_with_workflow() -> int | None:
     if parent is None:
         return None
     die_with(int(parent))
+    os.environ[WORKFLOW] = parent
     return int(parent)
 
 

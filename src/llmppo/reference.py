@@ -28,7 +28,7 @@ DIFFERENCES = """\
 | discount on the token axis | `gamma` between tokens | `gamma` between turns, `token_gamma` (1) within | `gamma` is about turns. |
 | loss normalisation | mean of each micro-batch | units of the whole mini-batch | Gradients must not depend on `micro_batch_size_per_gpu`. |
 | indivisible batch sizes | refused | the last mini-batch is smaller | Nothing is gained by refusing. |
-| `top_k` | 50 | 0 (off) | The policy's log-probs know no filter; one that is on by default makes every ratio wrong. |
+| `top_k` | 50 | 0 (off) | A filter needs `sampling_supports` in `learn`; one that is on by default would make every ratio wrong without. |
 | `gradient_checkpointing` | True | False | It costs a pass; switch it on where memory is short. |
 | weight decay | 0.01, fixed | `weight_decay`, 0 | It would pull adapters towards the base behind the KL's back. |
 | value clip | always `clip_coef` | `vf_clip_coef`, `clip_coef` by default | Returns have a scale of their own. Warm-up steps don't clip values. |

@@ -69,6 +69,12 @@ def warmup_settings(ppo: PPOConfig) -> dict[str, Any]:
     }
 
 
+def vllm_settings(config: ExperimentConfig) -> dict[str, Any] | None:
+    """How vLLM is started, with the rank that its adapters have; None where the `hf` engine samples."""
+    section = config.rollout.vllm
+    return None if section is None else {**_dump(section), "lora_rank": config.lora.r}
+
+
 def resources_of(config: ExperimentConfig, stage: str) -> StageResources:
     """Resources of a stage; a stage without an entry of its own takes that of its closest relative."""
     relatives = {"baselines": "rollout", "critic_warmup": "update"}
@@ -105,7 +111,8 @@ def stage_settings(config: ExperimentConfig, stage: str) -> dict[str, Any]:
         case "rollout":
             return {
                 "env": _dump(config.env),
-                "rollout": _dump(config.rollout),
+                "rollout": _dump(config.rollout, exclude={"vllm"}),
+                "vllm": vllm_settings(config),
                 "batch_size": config.ppo.batch_size,
                 "keep_final_observation": config.ppo.truncation == "bootstrap",
                 **model_machine,
@@ -125,6 +132,7 @@ def stage_settings(config: ExperimentConfig, stage: str) -> dict[str, Any]:
                 "evaluation": _dump(config.evaluation, exclude={"every"}),
                 "env": _dump(config.env),
                 "rollout": _dump(config.rollout, include=set(SamplingConfig.model_fields) - {"temperature"}),
+                "vllm": vllm_settings(config),
                 **model_machine,
             }
         case "export":

@@ -81,12 +81,14 @@ def test_supports_restrict_the_softmax():
     model, hidden, logits, tokens = model_and_hidden()
     hidden, logits = hidden[:4], logits[:4]
     tokens = torch.tensor([3, 8, 1, 2])
-    supports = torch.tensor([[3, 7, -1], [8, 0, 5], [-1, -1, -1], [3, 4, -1]])
+    supports = torch.tensor([[3, 7, -1, -1], [8, 0, 5, -1], [-1, -1, -1, -1], [3, 4, -1, -1]])
     logps, entropies = TokenScorer(OutputHead(model), tile_rows=3)(hidden, tokens, supports)
     first = torch.log_softmax(logits[0, [3, 7]], 0)
     assert float(logps[0]) == pytest.approx(float(first[0]), rel=1e-5)
     assert float(entropies[0]) == pytest.approx(float(-(first.exp() * first).sum()), rel=1e-4)
     assert float(logps[1]) == pytest.approx(float(torch.log_softmax(logits[1, [8, 0, 5]], 0)[0]), rel=1e-5)
+    ours, _ = TokenScorer(OutputHead(model))(hidden[1:2], torch.tensor([0]), supports[1:2])
+    assert float(ours[0]) == pytest.approx(float(torch.log_softmax(logits[1, [8, 0, 5]], 0)[1]), rel=1e-5)
     assert float(logps[2]) == pytest.approx(float(torch.log_softmax(logits[2], 0)[1]), rel=1e-5)
     assert float(logps[3]) == -math.inf
     assert torch.isfinite(entropies).all()

@@ -81,18 +81,47 @@ def test_logprobs_are_at_the_temperature_with_the_bias(temperature):
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"repetition_penalty": 1.8}, {"top_k": 9, "top_p": 0.8}],
+    "settings", [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.8, "min_p": 0.1}]
 )
-def test_filters_restrict_the_draw_but_not_the_logprob(settings):
+def test_a_logprob_is_that_of_what_the_token_was_drawn_from(settings):
     batch = requests(4, 9, 12)
     generations = engine(temperature=0.7, **settings).generate(batch)
-    assert [g.token_ids for g in generations] != [
-        g.token_ids for g in engine(temperature=0.7).generate(batch)
-    ]
     for request, generation in zip(batch, generations, strict=True):
-        expected = full_logprobs(MODEL, request, generation, 0.7)
+        allowed = restrict(full_scores(MODEL, request, generation) / 0.7, **settings)
+        tokens = torch.tensor(generation.token_ids)[:, None]
+        expected = allowed.log_softmax(-1).gather(1, tokens).squeeze(1)
         np.testing.assert_allclose(generation.logprobs, expected, atol=1e-5)
+        assert len(generation.supports) == len(generation.token_ids)
+        for support, row in zip(generation.supports, allowed, strict=True):
+            assert support.tolist() == torch.isfinite(row).nonzero().squeeze(1).tolist()
+
+
+def test_what_has_no_support_is_drawn_at_its_own_logprob():
+    """The penalty and the minimum length change the distribution without a list of tokens."""
+    batch = requests(4, 9, fewest=3)
+    for request, generation in zip(
+        batch, engine(end=range(0, 320, 2), repetition_penalty=1.8).generate(batch), strict=True
+    ):
+        assert generation.supports is None
+        scores = full_scores(MODEL, request, generation)
+        for step, (token, logprob) in enumerate(zip(generation.token_ids, generation.logprobs, strict=True)):
+            seen = torch.zeros(1, 320, dtype=torch.bool)
+            seen[0, [*request.token_ids, *generation.token_ids[:step]]] = True
+            row = penalize_repetition(scores[step][None], seen, 1.8)[0]
+            if step < 3:
+                row[0::2] = -torch.inf
+            assert logprob == pytest.approx(float(row.log_softmax(-1)[token]), abs=1e-5)
+
+
+def test_greedy_logprobs_are_the_policys():
+    batch = requests(4, 9)
+    for request, generation in zip(
+        batch, engine(temperature=0.7, top_k=2).generate(batch, greedy=True), strict=True
+    ):
+        assert generation.supports is None
+        np.testing.assert_allclose(
+            generation.logprobs, full_logprobs(MODEL, request, generation, 0.7), atol=1e-5
+        )
 
 
 def test_top_k_draws_among_the_k_likeliest():

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmppo.errors import ArtefactError
+from llmppo.errors import ArtefactError, TrajectoryError
 from llmppo.trajectories.episode import Episode, EpisodeSpec, StopReason, Turn
 from llmppo.trajectories.parquet import (
     read_episodes,
@@ -72,6 +72,21 @@ def same(first, second):
     np.testing.assert_array_equal(first.sampling_logprobs, second.sampling_logprobs)
     assert first.token_ids.dtype == second.token_ids.dtype == np.int32
     assert first.sampling_logprobs.dtype == second.sampling_logprobs.dtype == np.float32
+
+
+def test_supports_stay_with_their_tokens(tmp_path):
+    """Null, not empty, where a token had none or wasn't sampled; an episode without any has none."""
+    supports = [np.array([0, 7], np.int32), None, np.array([4], np.int32)]
+    restricted = episode(3, 6, [turn(2, 4), turn(5, 6)], sampling_supports=supports)
+    write_episodes(tmp_path / "a", [TWO_TURNS, restricted], {})
+    free, read = read_episodes(tmp_path / "a")
+    same(read, restricted)
+    assert free.sampling_supports is None
+    assert [None if s is None else s.tolist() for s in read.sampling_supports] == [[0, 7], None, [4]]
+    column = pq.read_table(tmp_path / "a").column("sampling_supports").to_pylist()
+    assert column[1] == [None, None, [0, 7], None, None, [4]]
+    with pytest.raises(TrajectoryError, match="2 sampling supports for 3 sampled tokens"):
+        episode(4, 6, [turn(2, 4), turn(5, 6)], sampling_supports=supports[:2])
 
 
 def test_reading_gives_what_was_written_in_order(tmp_path):

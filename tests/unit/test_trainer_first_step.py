@@ -6,10 +6,16 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from llmppo.envs.harness import RolloutHarness
 from llmppo.ppo import losses
+from llmppo.testing import tiny_tokenizer
 from llmppo.testing.batches import EPISODES, made_up_batch, tiny_agent, unlike_adapters
+from llmppo.testing.rollouts import CountdownEnv
 from llmppo.trainer import update as update_module
+from llmppo.trainer.batch import batch_from_episodes
 from llmppo.trainer.passes import Passes
+from llmppo.training import collect_batch
+from llmppo.trajectories.parquet import read_episodes, write_episodes
 
 STILL = {"lr_actor": 0.0, "lr_critic": 0.0}
 
@@ -207,8 +213,7 @@ def test_the_id_that_pads_rows_changes_nothing(monkeypatch):
 def test_engine_log_probs_are_the_trainers():
     """What the in-process engine says of its samples is what learn computes for them."""
     agent = tiny_agent(
-        **STILL, temperature=0.7, logit_bias={4: 1.5}, top_k=20, repetition_penalty=1.2, max_output_tokens=6,
-        max_model_len=64, max_turns=1,
+        **STILL, temperature=0.7, logit_bias={4: 1.5}, max_output_tokens=6, max_model_len=64, max_turns=1,
     )  # fmt: skip
     prompts = [{"input_ids": torch.tensor([list(range(1, n))])} for n in (3, 6, 9)]
     acted = agent.get_action(prompts)
@@ -218,6 +223,35 @@ def test_engine_log_probs_are_the_trainers():
     assert metrics["rollout/logprob_gap_max"] < 1e-4
     assert metrics["rollout/engine_weight_mean"] == pytest.approx(1.0, abs=1e-4)
     assert metrics["rollout/engine_rows_skipped"] == 0
+
+
+@pytest.mark.parametrize(
+    "restriction",
+    [{"top_k": 7}, {"top_k": 30, "top_p": 0.6, "min_p": 0.05}, {"top_k": 5, "min_output_tokens": 3}],
+)
+def test_the_trainer_replays_what_restricted_the_draw(restriction, tmp_path):
+    """From the engine through harness and Parquet to learn: the supports make its log-probs the trainer's."""
+    agent = tiny_agent(
+        **STILL, temperature=0.7, logit_bias={4: 1.5}, max_output_tokens=6, max_model_len=64, max_turns=3,
+        batch_size=4, vocab_size=320, **restriction,
+    )  # fmt: skip
+    tokenizer = tiny_tokenizer()
+    agent.listen_for_end_of(tokenizer)
+    episodes = collect_batch(
+        agent,
+        lambda: RolloutHarness.local(
+            CountdownEnv(3), tokenizer, max_turns=3, max_output_tokens=6, max_model_len=64,
+            min_output_tokens=restriction.get("min_output_tokens"), apply_chat_template=False,
+        ),
+    )  # fmt: skip
+    assert max(len(support) for episode in episodes for support in episode.sampling_supports) > 1
+    write_episodes(tmp_path / "shard-0.parquet", episodes, {})
+    batch = batch_from_episodes(read_episodes(tmp_path / "shard-0.parquet"), 3)
+    metrics = agent.learn(batch)
+    assert metrics["rollout/logprob_gap_max"] < 1e-4
+    with pytest.warns(UserWarning, match="vllm_max_logprob_gap"):
+        unreplayed = agent.learn(replace(batch, supports=None))
+    assert unreplayed["rollout/logprob_gap_max"] > 0.01
 
 
 @pytest.mark.parametrize("epochs", [1, 2])

@@ -13,7 +13,12 @@ from llmppo.experiment import parse_experiment, read_values
 from llmppo.errors import LlmppoError
 from llmppo.ownership import check_home, hold_for_good
 from llmppo.plan import Plan
-from llmppo.process import PARENT, prefer_own_commands, thread_environment
+from llmppo.process import (
+    PARENT,
+    SERVER_LOG,
+    prefer_own_commands,
+    thread_environment,
+)
 from llmppo.worker.client import OFF, WORKER
 
 try:
@@ -56,6 +61,7 @@ prefer_own_commands()
 os.environ[WORKER] = (
     OFF if workflow.remote_exec else os.environ.get(WORKER, LAYOUT.worker_log)
 )
+os.environ[SERVER_LOG] = LAYOUT.server_log
 
 
 wildcard_constraints:

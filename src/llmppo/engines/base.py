@@ -26,13 +26,20 @@ class GenerationRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Sampled ids [n] and their log-probs [n] under the policy at the sampling temperature."""
+    """Sampled ids [n] and their log-probs [n] under the distribution that they were drawn from.
+
+    That is the policy's at the sampling temperature with the logit bias, and what restricts a draw (top-k,
+    top-p, min-p, minimum length, repetition penalty) taken into account. Of a greedy reply they are the
+    policy's own, NaN where an engine can't tell. `supports[k]` lists, ascending, the ids that top-k, top-p and
+    min-p left for token k; None where these are off.
+    """
 
     token_ids: list[int]
     logprobs: NDArray[np.float32]
     stop_reason: (
         StopReason  # EOS, STOP or LENGTH; the harness turns LENGTH into CONTEXT where that was the bound
     )
+    supports: list[NDArray[np.int32]] | None = None
 
 
 class GenerationEngine(Protocol):

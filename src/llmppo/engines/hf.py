@@ -1,9 +1,9 @@
 """Batched generation with a KV cache on any transformers causal LM.
 
 All requests of a call (or `chunk_size` of them) run together, left-padded; finished rows leave the batch,
-so a call makes as many model calls as its longest reply has tokens. A recorded log-prob is that of
-softmax(logits / temperature + logit_bias), which is what the trainer computes; top-k, top-p, min-p,
-repetition penalty and `min_new_tokens` only restrict what is drawn. Greedy replies take the likeliest token.
+so a call makes as many model calls as its longest reply has tokens. Logits are divided by the temperature,
+then the logit bias is added, which is what the trainer computes; `llmppo.engines.sampling` says what a recorded
+log-prob is. Greedy replies take the likeliest token.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -165,11 +165,15 @@ class HFEngine:
         lengths = torch.zeros_like(limits)
         ended, stopped = torch.zeros(2, len(requests), dtype=torch.bool, device=device)
         rows, done = torch.arange(len(requests), device=device), torch.zeros_like(ended)
+        supports: list[list[np.ndarray]] | None = [[] for _ in requests] if sampler.restricts else None
 
         for step in range(longest):
             logits = self._forward(input_ids, attention_mask[:, : width + step], position_ids, cache)
             self.decode_steps += 1
-            chosen, logprob = sampler.choose(logits)
+            chosen, logprob, drawn_from = sampler.choose(logits)
+            if supports is not None:
+                for row, scores in zip(rows.tolist(), torch.isfinite(drawn_from).cpu().numpy(), strict=True):
+                    supports[row].append(np.flatnonzero(scores).astype(np.int32))
             tokens[rows, step], logprobs[rows, step] = chosen, logprob
             is_end = torch.isin(chosen, end_tokens)
             is_stop = self._completed(requests, tokens, rows, done | is_end, step + 1)
@@ -193,7 +197,7 @@ class HFEngine:
             StopReason.EOS if end else StopReason.STOP if stop else StopReason.LENGTH
             for end, stop in zip(ended.tolist(), stopped.tolist(), strict=True)
         ]
-        return _replies(tokens.cpu(), logprobs.cpu(), lengths.tolist(), reasons)
+        return _replies(tokens.cpu(), logprobs.cpu(), lengths.tolist(), reasons, supports)
 
     def _completed(
         self, requests: Sequence[GenerationRequest], tokens: Tensor, rows: Tensor, skip: Tensor, length: int
@@ -224,7 +228,11 @@ class HFEngine:
 
 
 def _replies(
-    tokens: Tensor, logprobs: Tensor, lengths: list[int], reasons: Sequence[StopReason]
+    tokens: Tensor,
+    logprobs: Tensor,
+    lengths: list[int],
+    reasons: Sequence[StopReason],
+    supports: list[list[np.ndarray]] | None,
 ) -> list[Generation]:
     replies = []
     for row, length in enumerate(lengths):
@@ -238,6 +246,7 @@ def _replies(
                 token_ids=tokens[row, :length].tolist(),
                 logprobs=sampled,
                 stop_reason=reasons[row],
+                supports=None if supports is None else supports[row][:length],
             )
         )
     return replies

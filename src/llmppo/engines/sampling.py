@@ -1,8 +1,8 @@
 """Choosing tokens from logits with explicit random streams, so that a draw has no hidden state.
 
 `B` rows, `V` vocabulary. *Scores* are logits / temperature + logit_bias; the log-prob of a token is that of
-softmax(scores). The repetition penalty, the minimum length and top-k, top-p and min-p, in this order,
-restrict only what is drawn; a token with weight 0 is never drawn.
+softmax over what it was drawn from: the scores after the repetition penalty, the minimum length and top-k,
+top-p and min-p, in this order. A greedy token takes that of softmax(scores). A token with weight 0 is never drawn.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -107,8 +107,17 @@ class BatchSampler:
         self._bias: Tensor | None = None
         self._seen: Tensor | None = None
 
-    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The next token [B] of each row and its log-prob [B], from fp32 logits [B, V]."""
+    @property
+    def restricts(self) -> bool:
+        """Whether top-k, top-p or min-p bound what is drawn."""
+        settings = self._settings
+        return self._streams is not None and (
+            settings.top_k > 0 or settings.top_p < 1.0 or settings.min_p > 0.0
+        )
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The next token [B] of each row, its log-prob [B] and what it was drawn from [B, V], -inf where
+        nothing could be, from fp32 logits [B, V]."""
         if self._step == 0:
             self._allocate(logits.shape[-1])
         scores = drawn_from = self._scores(logits)
@@ -122,22 +131,23 @@ class BatchSampler:
             drawn_from = drawn_from.index_copy(1, self._end_tokens, held_back)
         if self._streams is None:
             tokens = drawn_from.argmax(dim=-1)
+            drawn_from = scores
         else:
             offset = self._step % UniformStreams.BLOCK
             if offset == 0:
                 self._uniforms = self._streams.block().to(self._device)
-            allowed = restrict(
+            drawn_from = restrict(
                 drawn_from,
                 top_k=self._settings.top_k,
                 top_p=self._settings.top_p,
                 min_p=self._settings.min_p,
             )
-            tokens = draw(allowed, self._uniforms[:, offset])
+            tokens = draw(drawn_from, self._uniforms[:, offset])
         column = tokens[:, None]
         if self._seen is not None:
             self._seen.scatter_(1, column, True)
         self._step += 1
-        return tokens, scores.gather(1, column).squeeze(1) - scores.logsumexp(dim=-1)
+        return tokens, drawn_from.gather(1, column).squeeze(1) - drawn_from.logsumexp(dim=-1), drawn_from
 
     def keep(self, rows: Tensor) -> None:
         """Go on with these rows only."""

@@ -146,6 +146,7 @@ class RolloutHarness:
         self._answers: list[list[Message]] = []  # reply and observation of each turn
         self._turns: list[Turn] = []
         self._logprobs: list[np.ndarray] = []
+        self._supports: list[np.ndarray | None] = []
         self._terminated = self._over = False
         self._generation: Generation | None = None
         env = self.env
@@ -214,6 +215,7 @@ class RolloutHarness:
         reply, start = generation.token_ids, len(self._tokens)
         self._tokens = self._tokens + list(reply)
         self._logprobs.append(generation.logprobs)
+        self._supports += generation.supports or [None] * len(reply)
         self._turns.append(
             Turn(
                 start=start,
@@ -266,6 +268,7 @@ class RolloutHarness:
             task_id=str(self._info["task_id"]),
             token_ids=np.array(self._tokens, np.int32),
             sampling_logprobs=logprobs,
+            sampling_supports=self._supports if any(s is not None for s in self._supports) else None,
             turns=tuple(self._turns),
             terminated=self._terminated and failure is None,
             truncated=not self._terminated or failure is not None,

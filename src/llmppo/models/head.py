@@ -76,9 +76,9 @@ class TokenScorer:
         if self.bias is not None:
             logits = logits + self.bias.to(logits.device, logits.dtype)
         if support is not None:
-            allowed = torch.zeros_like(logits, dtype=torch.bool).scatter_(
-                1, support.clamp(min=0), support >= 0
-            )
+            # Padding goes to a column of its own, which is cut off: at index 0 it would hide token 0.
+            wide = logits.new_zeros(logits.shape[0], logits.shape[1] + 1, dtype=torch.bool)
+            allowed = wide.scatter_(1, torch.where(support < 0, logits.shape[1], support), True)[:, :-1]
             restricted = (support >= 0).any(dim=1, keepdim=True)
             logits = torch.where(allowed | ~restricted, logits, torch.full_like(logits, -torch.inf))
         logs = torch.log_softmax(logits, dim=-1)

@@ -15,7 +15,8 @@ from llmppo.config import EnvConfig, EvaluationConfig, SamplingConfig
 from llmppo.envs.loading import DATASET_FILES
 from llmppo.files import MANIFEST, sha256_file, write_json
 from llmppo.policies import resolve_policy
-from llmppo.stages.loading import import_model_libraries, is_stopped, load_actor, load_tokenizer
+from llmppo.stages.loading import import_model_libraries, is_stopped, load_tokenizer
+from llmppo.stages.sampler import policy_engine
 from llmppo.trajectories.episode import Episode, EpisodeSpec
 from llmppo.trajectories.parquet import write_episodes
 
@@ -79,7 +80,6 @@ def run(
     import_model_libraries()
     import torch
 
-    from llmppo.engines.actor import actor_engine
     from llmppo.envs.loading import harness_factory
     from llmppo.trajectories.collect import collect_episodes
 
@@ -88,43 +88,45 @@ def run(
     evaluation = EvaluationConfig.model_validate(settings["evaluation"])
     sampling = SamplingConfig.model_validate({**settings["rollout"], "temperature": evaluation.temperature})
     env, tokenizer = EnvConfig.model_validate(settings["env"]), load_tokenizer(base)
-    engine = actor_engine(load_actor(base, policy, settings["device"]), sampling, tokenizer)
     make_harness = harness_factory(env, sampling, tokenizer, dataset=dataset)
     indices = evaluation_indices(evaluation.episodes, dataset)
     specs = [EpisodeSpec(seed=evaluation.seed, split="eval", iteration=0, index=index) for index in indices]
-    metrics: dict[str, Any] = {}
-    for decoding in evaluation.decoding:
+    played: dict[str, list[Episode]] = {}
+    with policy_engine(settings, sampling, tokenizer, base=base, policy=policy) as engine:
+        for decoding in evaluation.decoding:
 
-        def progress(done: int, total: int, decoding: str = decoding) -> None:
-            print(
-                f"{decoding}: {done}/{total} episodes after {time.perf_counter() - started:.0f} s",
-                file=sys.stderr,
-                flush=True,
+            def progress(done: int, total: int, decoding: str = decoding) -> None:
+                print(
+                    f"{decoding}: {done}/{total} episodes after {time.perf_counter() - started:.0f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+            played[decoding] = collect_episodes(
+                make_harness,
+                engine,
+                specs,
+                evaluation=True,
+                greedy=decoding == "greedy",
+                limits=env,
+                progress=progress,
             )
-
-        episodes = collect_episodes(
-            make_harness,
-            engine,
-            specs,
-            evaluation=True,
-            greedy=decoding == "greedy",
-            limits=env,
-            progress=progress,
-        )
+    metrics: dict[str, Any] = {}
+    for name, episodes in played.items():
         write_episodes(
-            out / f"{decoding}.parquet",
+            out / f"{name}.parquet",
             episodes,
             {
                 "stage": "evaluate",
-                "decoding": decoding,
+                "decoding": name,
                 "policy": sha256_file(policy / MANIFEST),
                 "settings": dict(settings),
             },
         )
         scores = score(episodes)
-        metrics |= {f"eval/{decoding}/{name}": value for name, value in scores.items()}
-        if decoding == evaluation.decoding[0]:
-            metrics |= {f"eval/{name}": value for name, value in scores.items()}
+        metrics |= {f"eval/{name}/{key}": value for key, value in scores.items()}
+        if name == evaluation.decoding[0]:
+            metrics |= {f"eval/{key}": value for key, value in scores.items()}
     metrics["time/evaluate_s"] = time.perf_counter() - started
     write_json(out / "metrics.json", {"iteration": iteration, "finished_at": time.time(), "metrics": metrics})
     return (

@@ -13,7 +13,8 @@ from typing import Any
 from llmppo.config import EnvConfig, RolloutConfig
 from llmppo.errors import ConfigError
 from llmppo.files import MANIFEST, sha256_file
-from llmppo.stages.loading import import_model_libraries, is_stopped, load_actor, load_tokenizer
+from llmppo.stages.loading import import_model_libraries, is_stopped, load_tokenizer
+from llmppo.stages.sampler import policy_engine
 from llmppo.trajectories.episode import EpisodeSpec
 from llmppo.trajectories.parquet import write_episodes
 
@@ -39,7 +40,7 @@ def run(
     sampling = RolloutConfig.model_validate(settings["rollout"])
     metadata = {
         "stage": "rollout",
-        "sampler": "hf",
+        "sampler": "hf" if settings["vllm"] is None else "vllm",
         "policy": None if policy is None else sha256_file(policy / MANIFEST),
         "base": sha256_file(base / MANIFEST),
         "settings": dict(settings),
@@ -50,14 +51,12 @@ def run(
     import_model_libraries()
     import torch
 
-    from llmppo.engines.actor import actor_engine
     from llmppo.envs.loading import harness_factory
     from llmppo.trajectories.collect import collect_episodes, rollout_metrics
 
     torch.set_num_threads(settings["threads"])
     started = time.perf_counter()
     tokenizer = load_tokenizer(base)
-    engine = actor_engine(load_actor(base, policy, settings["device"]), sampling, tokenizer)
     env = EnvConfig.model_validate(settings["env"])
     make_harness = harness_factory(
         env,
@@ -76,9 +75,10 @@ def run(
             flush=True,
         )
 
-    episodes = collect_episodes(
-        make_harness, engine, specs, batch_size=settings["batch_size"], limits=env, progress=progress
-    )
+    with policy_engine(settings, sampling, tokenizer, base=base, policy=policy) as engine:
+        episodes = collect_episodes(
+            make_harness, engine, specs, batch_size=settings["batch_size"], limits=env, progress=progress
+        )
     healthy = [episode for episode in episodes if episode.failure is None]
     if all(not episode.turns for episode in healthy):
         longest = max(len(episode.token_ids) for episode in healthy)

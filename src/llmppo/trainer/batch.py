@@ -184,5 +184,20 @@ def batch_from_episodes(episodes: Sequence[Episode], max_turns: int) -> UpdateBa
         rewards,
         [episode.truncated for episode in episodes],
         [episode.sampling_logprobs for episode in episodes],
+        None
+        if all(episode.sampling_supports is None for episode in episodes)
+        else [_padded_supports(episode.sampling_supports) for episode in episodes],
         segments=[episode.segments for episode in episodes],
     )
+
+
+def _padded_supports(supports: Sequence[np.ndarray | None] | None) -> np.ndarray | None:
+    """Supports of n tokens as [n, S], -1 padded; a token without one gets only padding."""
+    if supports is None:
+        return None
+    width = max((len(support) for support in supports if support is not None), default=1)
+    rows = np.full((len(supports), width), -1, np.int64)
+    for row, support in zip(rows, supports, strict=True):
+        if support is not None:
+            row[: len(support)] = support
+    return rows

@@ -5,7 +5,7 @@
 spans and explicit lengths; nothing is inferred from an id being the pad or end token.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -67,6 +67,9 @@ class Episode:
     sampling_logprobs: NDArray[
         np.float32
     ]  # [N], of the sampled tokens in order; NaN where the engine gave none
+    sampling_supports: Sequence[NDArray[np.int32] | None] | None = (
+        None  # [N], the ids that each sampled token could be; None where all
+    )
     turns: tuple[Turn, ...]
     terminated: bool
     truncated: bool
@@ -98,6 +101,10 @@ class Episode:
         if len(self.sampling_logprobs) != self.num_action_tokens:
             raise TrajectoryError(
                 f"{self.spec.episode_id}: {len(self.sampling_logprobs)} sampling log-probs for {self.num_action_tokens} sampled tokens"
+            )
+        if self.sampling_supports is not None and len(self.sampling_supports) != self.num_action_tokens:
+            raise TrajectoryError(
+                f"{self.spec.episode_id}: {len(self.sampling_supports)} sampling supports for {self.num_action_tokens} sampled tokens"
             )
 
     @property

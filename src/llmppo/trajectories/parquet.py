@@ -44,6 +44,7 @@ def write_episodes(path: str | Path, episodes: Sequence[Episode], metadata: Mapp
         "action_mask": _concatenate(masks, np.bool_),
         "turn_ids": _concatenate([episode.turn_ids for episode in ordered], np.int16),
         "sampling_logprobs": _scatter([episode.sampling_logprobs for episode in ordered], masks),
+        "sampling_supports": _scatter_supports(ordered, masks),
     }
     flat = [turn for episode in ordered for turn in episode.turns]
     turn_values: dict[str, Any] = {
@@ -193,6 +194,7 @@ def _episode(scalars: Mapping[str, Any], lists: Mapping[str, Any]) -> Episode:
         task_id=scalars["task_id"],
         token_ids=lists["token_ids"],
         sampling_logprobs=lists["sampling_logprobs"][mask],
+        sampling_supports=_supports(lists["sampling_supports"][mask]),
         turns=tuple(
             Turn(
                 start=start,
@@ -247,3 +249,22 @@ def _scatter(rows: Sequence[NDArray[np.float32]], masks: Sequence[NDArray[np.boo
     flat = np.full(len(mask), np.nan, np.float32)
     flat[mask] = _concatenate(rows, np.float32)
     return flat
+
+
+def _scatter_supports(
+    episodes: Sequence[Episode], masks: Sequence[NDArray[np.bool_]]
+) -> list[NDArray[np.int32] | None]:
+    """Supports of the sampled tokens on the token axis of all episodes, None elsewhere."""
+    flat: list[NDArray[np.int32] | None] = [None] * sum(len(mask) for mask in masks)
+    start = 0
+    for episode, mask in zip(episodes, masks, strict=True):
+        if episode.sampling_supports is not None:
+            for at, support in zip(np.flatnonzero(mask), episode.sampling_supports, strict=True):
+                flat[start + int(at)] = support
+        start += len(mask)
+    return flat
+
+
+def _supports(column: NDArray[Any]) -> list[NDArray[np.int32] | None] | None:
+    """The supports of an episode's sampled tokens; None where no token has one."""
+    return list(column) if any(support is not None for support in column) else None

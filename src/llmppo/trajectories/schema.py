@@ -24,6 +24,7 @@ TOKEN_LISTS: dict[str, pa.DataType] = {
     "action_mask": pa.bool_(),
     "turn_ids": pa.int16(),
     "sampling_logprobs": pa.float32(),
+    "sampling_supports": pa.list_(pa.field("element", pa.int32(), nullable=False)),
 }
 TURN_LISTS: dict[str, pa.DataType] = {
     "turn_starts": pa.int32(),
@@ -53,9 +54,11 @@ SCALARS: dict[str, pa.DataType] = {
 }
 UPDATE_LISTS = ("old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 
+NULLABLE_LISTS = ("sampling_logprobs", "sampling_supports", *UPDATE_LISTS)
+
 
 def _list_of(name: str, kind: pa.DataType) -> pa.Field:
-    nullable = name == "sampling_logprobs" or name in UPDATE_LISTS
+    nullable = name in NULLABLE_LISTS
     return pa.field(name, pa.list_(pa.field("element", kind, nullable=nullable)), nullable=False)
 
 

@@ -30,13 +30,19 @@ ACCEPT_S = 120.0  # a base model may have to be loaded before the fork
 
 
 def offered(stage: str, settings: str) -> bool:
-    """Whether a worker may run the stage with these settings (JSON): a forked process can't use a GPU."""
+    """Whether a worker may run the stage with these settings (JSON).
+
+    A forked process can't use a GPU, and vLLM in a process wants to set it up from the start.
+    """
+    if not settings.startswith("{"):
+        return False
+    values = json.loads(settings)
     return (
         sys.platform.startswith("linux")
         and os.environ.get(WORKER, OFF) not in ("", OFF)
         and stage in STAGES
-        and settings.startswith("{")
-        and json.loads(settings).get("device", "cpu") == "cpu"
+        and values.get("device", "cpu") == "cpu"
+        and (values.get("vllm") or {}).get("mode") != "in_process"
     )
 
 
