@@ -113,6 +113,7 @@ def test_the_bootstrap_value_is_read_after_the_last_token():
     agent = tiny_agent(truncation="bootstrap", update_epochs=2, lr_actor=0.0, lr_critic=0.0, gae_lambda=0.0)
     batch = made_up_batch([(2,), (3,)], truncated=[True, False], rewards=[[0.0] * 3] * 2)
     batch.token_ids[0] = torch.cat([batch.token_ids[0], torch.tensor([7, 8, 9])])
+    batch.segments[0] = (len(batch.token_ids[0]),)
     agent.learn(batch)
     with torch.no_grad():
         hidden = agent.model.hidden(batch.token_ids[0][None], (("critic", -1),))
