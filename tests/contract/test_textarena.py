@@ -184,6 +184,9 @@ def test_demonstrations_play_training_games():
     games = [demonstration(rng, "Secretary-v0", ACTIONS) for _ in range(60)]
     assert {reply for game in games for _, reply in game} == set(ACTIONS)
     assert all(game[-1][1] == "[accept]" or len(game) == 5 for game in games)
+    optimal = "llmppo.envs.textarena_players:secretary"
+    skilled = [demonstration(rng, "Secretary-v0", ["?"], player=optimal, skilled=0.5) for _ in range(60)]
+    assert 15 < sum(game[0][1] != "?" for game in skilled) < 45
     spoilt = [demonstration(rng, "Secretary-v0", ACTIONS, malformed=1.0) for _ in range(3)]
     assert all(len(game) == 2 for game in spoilt)
 

@@ -108,7 +108,7 @@ class TextArena:
             return self._scripted
         best = max(self.actions, key=self._constant_return)
         floors: dict[str, Player] = {
-            "random play": lambda rng, texts: rng.choice(self.actions),
+            "random play": _random_reply(self.actions),
             "best constant reply": lambda rng, texts: best,
         }
         return {**floors, **self._scripted}
@@ -153,6 +153,10 @@ class TextArena:
         return sum(game.success for game in games) / len(games)
 
 
+def _random_reply(actions: Sequence[str]) -> Player:
+    return lambda rng, texts: rng.choice(actions)
+
+
 def random_listed_move(rng: random.Random, texts: Sequence[str]) -> str:
     """A player for games that list the moves, as `[move]`, in the last line of what they say."""
     moves = MOVE.findall(texts[-1].splitlines()[-1])
@@ -164,23 +168,31 @@ def demonstration(
     game: str,
     actions: Sequence[str],
     max_turns: int = 100,
+    player: str | None = None,
+    skilled: float = 0.0,
     malformed: float = 0.0,
     **kwargs: Any,
 ) -> list[tuple[str, str]]:
     """A warm-start dialogue: a training game with replies drawn from `actions`.
 
-    A share `malformed` of the replies lacks its last character. `kwargs` are those of `TextArena`.
+    A share `skilled` of the games is played by the scripted `player` (`module:function`); a share `malformed`
+    of the replies lacks its last character. `kwargs` are those of `TextArena`.
     """
     env = TextArena(game, actions=actions, **kwargs)
+    scripted: Player = _random_reply(actions)
+    if player is not None and rng.random() < skilled:
+        scripted = load_callable(player, "base_model.warm_start.kwargs.player")
     observation, _ = env.reset(seed=rng.getrandbits(62))
+    texts = [observation]
     dialogue: list[tuple[str, str]] = []
     over = False
     while not over and len(dialogue) < max_turns:
-        reply = rng.choice(actions)
+        reply = scripted(rng, texts)
         if rng.random() < malformed:
             reply = reply[:-1]
         dialogue.append((observation, reply))
         observation, _, terminated, truncated, _ = env.step(reply)
+        texts += [reply, observation]
         over = terminated or truncated
     return dialogue
 
