@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from llmppo.config import SamplingConfig, VLLMConfig
 from llmppo.engines import vllm_server
@@ -22,6 +23,7 @@ from llmppo.engines.vllm import (
     sampling_fields,
 )
 from llmppo.engines.vllm_client import Servers
+from llmppo.engines.vllm_plugin import bgmv_expand, bgmv_expand_slice, bgmv_shrink
 from llmppo.engines.vllm_server import awake, options
 from llmppo.errors import ConfigError, EngineError, NonFiniteError
 from llmppo.files import write_json
@@ -111,6 +113,25 @@ def test_arguments_of_the_engine(tmp_path):
     assert options({"model": "/m", "enable_lora": True, "enforce_eager": False, "max_loras": 2}) == [
         "/m", "--enable-lora", "--no-enforce-eager", "--max-loras", "2",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("slots", [[1, 1, 1], [0, 1, 0], [-1, 1, -1], [-1, -1, -1]])
+def test_adapters_by_slot(slots):
+    """Against one product a row; a row without an adapter is left as it was."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, down = torch.randn(3, 6, generator=generator), torch.randn(2, 1, 4, 6, generator=generator)
+    up, before = torch.randn(2, 1, 5, 4, generator=generator), torch.randn(3, 9, generator=generator)
+    expected = before.clone()
+    for row, slot in enumerate(slots):
+        if slot >= 0:
+            expected[row, 2:7] += 0.5 * up[slot, 0] @ (down[slot, 0] @ inputs[row])
+    middle, output = torch.empty(3, 4), before.clone()
+    bgmv_shrink(inputs, down, middle, torch.tensor(slots), 0.5)
+    bgmv_expand_slice(middle, up, output, torch.tensor(slots), 2, 5)
+    torch.testing.assert_close(output, expected)
+    wide = torch.zeros(3, 7)
+    bgmv_expand(middle, up, wide, torch.tensor(slots), add_inputs=False)
+    torch.testing.assert_close(wide[:, :5], output[:, 2:7] - before[:, 2:7])
 
 
 def test_settings_that_contradict_each_other():

@@ -20,6 +20,7 @@ import numpy as np
 
 from llmppo.config import SamplingConfig, VLLMConfig
 from llmppo.engines.base import Generation, GenerationRequest
+from llmppo.engines.vllm_plugin import SWITCH
 from llmppo.errors import ConfigError, EngineError, NonFiniteError
 from llmppo.files import MANIFEST, read_json, sha256_file
 from llmppo.policies import resolve_policy
@@ -27,7 +28,7 @@ from llmppo.trajectories.episode import StopReason
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the sizes that vLLM has for `max_lora_rank`
 CACHED_ADAPTERS = 8  # kept in host memory; others are loaded from their folder again
-PROMPT_TOKENS = 4096  # of prompts that a CPU reads in one step, at least
+PROMPT_TOKENS = 2048  # of prompts that a CPU reads in one step, at least
 LOWEST_TEMPERATURE = 0.01  # vLLM samples at this where a lower one is asked for
 IMPOSSIBLE = -9000.0  # a server sends -9999 for the log-prob of a token that can't be drawn
 
@@ -123,11 +124,11 @@ def engine_environment(device: str) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": "ERROR",
     }
     if device == "cpu":
         # Threads as many as OMP_NUM_THREADS says, on any core: vLLM would bind every engine to the same ones.
-        variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "GOMP_SPINCOUNT": "0"}
+        variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "GOMP_SPINCOUNT": "0", SWITCH: "1"}
     return variables
 
 

@@ -6,6 +6,7 @@ user can open. `python -m llmppo.engines.vllm_server OWNER ARGUMENTS...` is `vll
 when process OWNER does.
 """
 
+import atexit
 import contextlib
 import fcntl
 import importlib.metadata
@@ -185,6 +186,11 @@ def _name_the_cpu_build() -> None:
 def main(arguments: list[str]) -> None:
     """`vllm serve` with all but the first of `arguments`, which is the process to end with."""
     _end_with(int(arguments[0]))
+    if "--uds" in arguments:
+        place = Path(arguments[arguments.index("--uds") + 1])
+        atexit.register(
+            lambda: [path.unlink(missing_ok=True) for path in (place, place.with_suffix(".sleep"))]
+        )
     _name_the_cpu_build()
     sys.argv = ["vllm", "serve", *arguments[1:]]
     from vllm.entrypoints.cli.main import main as vllm
