@@ -188,9 +188,8 @@ def main(arguments: list[str]) -> None:
     _end_with(int(arguments[0]))
     if "--uds" in arguments:
         place = Path(arguments[arguments.index("--uds") + 1])
-        atexit.register(
-            lambda: [path.unlink(missing_ok=True) for path in (place, place.with_suffix(".sleep"))]
-        )
+        for path in (place, place.with_suffix(".sleep")):
+            atexit.register(path.unlink, missing_ok=True)
     _name_the_cpu_build()
     sys.argv = ["vllm", "serve", *arguments[1:]]
     from vllm.entrypoints.cli.main import main as vllm
