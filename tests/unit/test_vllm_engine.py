@@ -4,6 +4,7 @@ import json
 import socketserver
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from llmppo.config import SamplingConfig, VLLMConfig
 from llmppo.engines import vllm_server
 from llmppo.engines.base import GenerationRequest
+from llmppo.engines.stops import StopStrings
 from llmppo.engines.vllm import (
     Adapter,
     Completion,
@@ -61,6 +63,30 @@ class Scripted:
 def reply_of(completion, greedy=False, **sampling):
     engine = VLLMEngine(Scripted(completion), ADAPTER, {2}, SamplingConfig(**sampling))
     return engine.generate([REQUEST], greedy=greedy)[0]
+
+
+class Letters:
+    """Token k is the k-th letter."""
+
+    def decode(self, ids, **_):
+        return "".join(chr(ord("a") + k) for k in ids)
+
+
+def test_a_stop_string_cuts_the_reply_where_it_is_complete():
+    answer = Completion([3, 4, 5, 6, 2], [-0.1, -0.2, -0.3, -0.4, -0.5], [{}] * 5, "stop")  # defgc
+
+    def stopped(*texts, request=REQUEST):
+        sampling = SamplingConfig(stop=list(texts))
+        engine = VLLMEngine(Scripted(answer), ADAPTER, {2}, sampling, StopStrings(sampling.stop, Letters()))
+        return engine.generate([request])[0]
+
+    reply = stopped("zz", "ef")
+    assert (reply.token_ids, reply.stop_reason) == ([3, 4, 5], StopReason.STOP)
+    np.testing.assert_allclose(reply.logprobs, [-0.1, -0.2, -0.3])
+    assert stopped("zz").stop_reason is StopReason.EOS
+    assert stopped("gc").stop_reason is StopReason.EOS  # the end token completes it
+    late = replace(REQUEST, min_new_tokens=4)
+    assert stopped("ef", "g", request=late).token_ids == [3, 4, 5, 6]
 
 
 def test_an_answer_becomes_a_generation():

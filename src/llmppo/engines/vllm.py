@@ -20,6 +20,7 @@ import numpy as np
 
 from llmppo.config import SamplingConfig, VLLMConfig
 from llmppo.engines.base import Generation, GenerationRequest
+from llmppo.engines.stops import StopStrings
 from llmppo.engines.vllm_plugin import SWITCH
 from llmppo.errors import ConfigError, EngineError, NonFiniteError
 from llmppo.files import MANIFEST, read_json, sha256_file
@@ -184,6 +185,7 @@ class VLLMEngine:
         adapter: Adapter | None,
         end_token_ids: Collection[int],
         sampling: SamplingConfig,
+        stops: StopStrings | None = None,
     ) -> None:
         if sampling.temperature < LOWEST_TEMPERATURE:
             raise ConfigError(
@@ -191,7 +193,7 @@ class VLLMEngine:
             )
         self.decode_steps = 0  # tokens of the longest reply of each call: vLLM doesn't count its steps
         self._backend, self._adapter, self._sampling = backend, adapter, sampling
-        self._end_token_ids = frozenset(end_token_ids)
+        self._end_token_ids, self._stops = frozenset(end_token_ids), stops
 
     def generate(self, requests: Sequence[GenerationRequest], *, greedy: bool = False) -> list[Generation]:
         """Replies in the order of the requests. Raises EngineError, or NonFiniteError for NaN log-probs."""
@@ -205,9 +207,30 @@ class VLLMEngine:
             for request in requests
         ]
         completions = self._backend.complete(asked, self._adapter)
-        replies = [self._reply(row, completion, greedy) for row, completion in enumerate(completions)]
+        replies = [
+            self._stopped(request, self._reply(row, completion, greedy))
+            for row, (request, completion) in enumerate(zip(requests, completions, strict=True))
+        ]
         self.decode_steps += max(len(reply.token_ids) for reply in replies)
         return replies
+
+    def _stopped(self, request: GenerationRequest, reply: Generation) -> Generation:
+        """The reply up to the token that completes a stop string.
+
+        vLLM's own stop strings need its detokeniser, which knows other rules than ours. What it samples behind
+        the cut is lost work, but the tokens before it are the same.
+        """
+        lengths = range(max(request.min_new_tokens, 1), len(reply.token_ids) + 1) if self._stops else ()
+        ids = reply.token_ids
+        cut = next((n for n in lengths if self._stops and self._stops.completed(ids[:n])), None)
+        if cut is None or (cut == len(ids) and reply.stop_reason is StopReason.EOS):
+            return reply
+        return Generation(
+            token_ids=ids[:cut],
+            logprobs=reply.logprobs[:cut],
+            stop_reason=StopReason.STOP,
+            supports=None if reply.supports is None else reply.supports[:cut],
+        )
 
     def _reply(self, row: int, completion: Completion, greedy: bool) -> Generation:
         if completion.finish_reason not in ("stop", "length"):

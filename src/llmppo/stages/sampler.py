@@ -27,6 +27,7 @@ def policy_engine(
 
         yield actor_engine(load_actor(base, policy, settings["device"]), sampling, tokenizer)
         return
+    from llmppo.engines.stops import StopStrings
     from llmppo.engines.vllm import Adapter, InProcess, VLLMEngine, engine_arguments
     from llmppo.envs.templates import end_token_ids
 
@@ -42,12 +43,15 @@ def policy_engine(
         candidates=sampling.top_k,
     )
     ends = end_token_ids(tokenizer, _generation_config(base))
+    stops = StopStrings(sampling.stop, tokenizer) if sampling.stop else None
     if config.mode == "in_process":
         if policy is None:
             arguments["enable_lora"] = False
         backend = InProcess(arguments, device=settings["device"])
         try:
-            yield VLLMEngine(backend, None if policy is None else Adapter.of_policy(policy), ends, sampling)
+            yield VLLMEngine(
+                backend, None if policy is None else Adapter.of_policy(policy), ends, sampling, stops
+            )
         finally:
             backend.close()
         return
@@ -67,7 +71,7 @@ def policy_engine(
         )
     ]
     with awake(urls[0]):
-        yield VLLMEngine(Servers(urls, config), adapter, ends, sampling)
+        yield VLLMEngine(Servers(urls, config), adapter, ends, sampling, stops)
 
 
 def _generation_config(base: Path) -> Any:
