@@ -88,6 +88,15 @@ def profile_arguments(snakefile: Path) -> list[str]:
     return arguments
 
 
+def _as_child(parent: int) -> None:
+    """In Snakemake's process before it starts: die with this one, and hear the interrupt that `Stop` sends.
+
+    A shell lets what it runs in the background ignore interrupts, and children inherit that.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    die_with(parent)
+
+
 class Stop:
     """What a signal to `llmppo run` does: Snakemake and its stages are interrupted, then killed if they linger.
 
@@ -136,7 +145,7 @@ def follow(command: list[str], plan: Plan, log: Path, lock: int) -> tuple[int, S
             # lock's descriptor: the lock lasts as long as anything may still write.
             start_new_session=True,
             pass_fds=[lock],
-            preexec_fn=partial(die_with, os.getpid()),
+            preexec_fn=partial(_as_child, os.getpid()),
         )
     stop = Stop(child.pid)
     previous = {number: signal.signal(number, stop) for number in Stop.SIGNALS}

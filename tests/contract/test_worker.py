@@ -67,6 +67,8 @@ class Workflow:
         return subprocess.Popen(
             [LLMPPO, *map(str, arguments)], cwd=self.folder, env={**self.env, **env},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            # Tests in the background would have it ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
 
     def run(self, *arguments: Any, status: int = 0, **env: str) -> str:

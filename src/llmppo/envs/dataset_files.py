@@ -7,12 +7,12 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import TYPE_CHECKING, Any
 
 from llmppo.errors import ConfigError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 FORMATS = "a JSONL file, a Parquet file (*.parquet), or a folder written by datasets.save_to_disk"
 
@@ -21,13 +21,22 @@ def read_file(path: str | os.PathLike[str]) -> Iterator[tuple[str, Any]]:
     """Rows of `path` in their order. Raises ConfigError naming what can't be read."""
     path = Path(path)
     try:
-        if path.is_dir():
-            yield from _table_rows(path, _saved_dataset(path))
-        elif path.suffix == ".parquet":
-            yield from _table_rows(path, pq.read_table(path))
+        if path.is_dir() or path.suffix == ".parquet":
+            for number, row in enumerate(_table(path).to_pylist(), start=1):
+                yield f"{path}, row {number}", row
         else:
             yield from _json_lines(path)
-    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"dataset file {path} can't be read: {error}") from None
+
+
+def _table(path: Path) -> "pa.Table":
+    import pyarrow as pa  # not above: most datasets are JSONL
+    import pyarrow.parquet as pq
+
+    try:
+        return _saved_dataset(path) if path.is_dir() else pq.read_table(path)
+    except pa.ArrowException as error:
         raise ConfigError(f"dataset file {path} can't be read: {error}") from None
 
 
@@ -42,12 +51,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
             raise ConfigError(f"{where}: not valid JSON: {error}") from None
 
 
-def _table_rows(path: Path, table: pa.Table) -> Iterator[tuple[str, Any]]:
-    for number, row in enumerate(table.to_pylist(), start=1):
-        yield f"{path}, row {number}", row
-
-
-def _saved_dataset(folder: Path) -> pa.Table:
+def _saved_dataset(folder: Path) -> "pa.Table":
     """The table of a saved dataset: Arrow stream files, named in their order by `state.json`."""
     if (folder / "dataset_dict.json").is_file():
         splits = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
@@ -57,6 +61,8 @@ def _saved_dataset(folder: Path) -> pa.Table:
         )
     if not (folder / "state.json").is_file():
         raise ConfigError(f"dataset folder {folder} has no state.json; a dataset is {FORMATS}")
+    import pyarrow as pa
+
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     tables = []
     for entry in state["_data_files"]:
