@@ -586,5 +586,13 @@ class ExperimentConfig(Section):
             raise ValueError("seeds repeat; each seed is one chain")
         return seeds
 
+    @field_validator("variants")
+    @classmethod
+    def _no_folder_of_ours(cls, variants: dict[str, Any]) -> dict[str, Any]:
+        taken = sorted({"report", "logs", "benchmarks"} & variants.keys())
+        if taken:
+            raise ValueError(f"`{taken[0]}` is a folder of every experiment; give the variant another name")
+        return variants
+
 
 VARIANT_SECTIONS = ("base_model", "dataset", "env", "lora", "rollout", "ppo")

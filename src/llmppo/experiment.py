@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from llmppo.config import VARIANT_SECTIONS, ExperimentConfig, TinyModelConfig
+from llmppo.config import VARIANT_SECTIONS, ExperimentConfig, GgufModelConfig, TinyModelConfig
 from llmppo.errors import ConfigError
 from llmppo.explain import explain
 
@@ -67,7 +67,7 @@ def read_values(path: str | Path) -> Any:
         raise ConfigError(
             f"{path} does not exist; the shipped experiments are config/config.yaml and config/experiments/*.yaml"
         ) from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
 
 
@@ -118,6 +118,11 @@ def _check_combination(config: ExperimentConfig, source: str) -> None:
             faults.append(
                 f"base_model.heads: {heads} must divide hidden_size ({width}) and be a multiple of kv_heads ({kv_heads})"
             )
+    base = config.base_model
+    if isinstance(base, GgufModelConfig) and base.package is None and not Path(base.file).is_file():
+        faults.append(
+            f"base_model.file: there is no file {base.file}; name a GGUF file, or the `package` that holds it"
+        )
     if config.dataset is not None:
         for key in ("train", "eval"):
             file = getattr(config.dataset, key)

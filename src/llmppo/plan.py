@@ -69,7 +69,11 @@ class Plan:
 
     @cached_property
     def _settings_json(self) -> dict[tuple[str, str | None], str]:
-        return {key: canonical_json(settings) for key, (settings, _) in self._stages.items()}
+        # The report shows variants in the order of the file; to the other stages order means nothing.
+        return {
+            key: json.dumps(settings) if key[0] == "report" else canonical_json(settings)
+            for key, (settings, _) in self._stages.items()
+        }
 
     def settings_json(self, stage: str, variant: str | None = None) -> str:
         return self._settings_json[stage, variant]

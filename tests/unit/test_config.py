@@ -66,6 +66,8 @@ def test_every_fault_is_listed_at_once() -> None:
             "rollout.max_model_len: 4096 exceeds base_model.max_positions",
         ),
         ({"variants": {"a": {"seeds": [3]}}}, "variants.a.seeds: a variant may override"),
+        ({"variants": {"report": {}}}, "`report` is a folder of every experiment"),
+        ({"base_model": {"kind": "gguf", "file": "absent.gguf"}}, "there is no file absent.gguf"),
         ({"name": "two words"}, "name: String should match pattern"),
         ({"base_model": {"kind": "huge"}}, "base_model"),
     ],
@@ -107,6 +109,13 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
     ) as fault:
         load_experiment(twice)
     assert "line 3" in str(fault.value)
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"binary.yaml is not valid YAML"):
+        load_experiment(binary)
 
 
 def test_files_that_are_no_yaml_or_absent_are_named(tmp_path: Path) -> None:

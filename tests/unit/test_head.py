@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.distributions import Categorical
 
-from llmppo.models.head import OutputHead, TokenScorer, default_tile_rows
+from llmppo.errors import ConfigError
+from llmppo.models.head import OutputHead, TokenScorer, bias_row, default_tile_rows
 from llmppo.testing.models import tiny_model
 
 FAMILIES = [("qwen2", True), ("qwen2", False), ("llama", False), ("gemma2", True), ("cohere", True)]
@@ -127,3 +128,9 @@ def test_tiles_hold_at_most_a_quarter_gibibyte():
     assert default_tile_rows(1000) == 4096
     assert default_tile_rows(150_000) * 150_000 * 4 <= 256 * 2**20
     assert default_tile_rows(10**7) == 128
+
+
+def test_a_bias_for_an_id_outside_the_vocabulary_is_refused():
+    assert bias_row({1: 0.5}, 3).tolist() == [0.0, 0.5, 0.0]
+    with pytest.raises(ConfigError, match="logit_bias: no token 3; the model's ids are 0 to 2"):
+        bias_row({3: 1.0}, 3)

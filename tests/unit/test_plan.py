@@ -1,5 +1,7 @@
 """Settings of each stage, hashes of shared artefacts, and the chain of iterations."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -209,3 +211,8 @@ def test_policies_are_pruned_two_updates_later_unless_kept_or_evaluated() -> Non
     assert [study.prunable(i) for i in range(1, 10)] == [
         "", "", "weights", "weights", "optimizer", "optimizer", "weights", "optimizer", "weights"
     ]  # fmt: skip
+
+
+def test_the_report_sees_variants_in_the_order_of_the_file() -> None:
+    ordered = plan(variants={"b": {}, "a": {}})
+    assert list(json.loads(ordered.settings_json("report"))["variants"]) == ["b", "a"]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from llmppo.engines.base import GenerationRequest
+from llmppo.models.head import bias_row
 
 
 class UniformStreams:
@@ -164,9 +165,7 @@ class BatchSampler:
 
     def _allocate(self, vocabulary: int) -> None:
         if self._settings.logit_bias:
-            self._bias = torch.zeros(vocabulary, device=self._device)
-            for token, offset in self._settings.logit_bias.items():
-                self._bias[token] = offset
+            self._bias = bias_row(self._settings.logit_bias, vocabulary).to(self._device)
         if self._settings.repetition_penalty != 1.0:
             self._seen = torch.zeros(len(self._prompts), vocabulary, dtype=torch.bool, device=self._device)
             for row, prompt in enumerate(self._prompts):

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from llmppo.errors import ConfigError
+
 TILE_BYTES = 256 * 2**20
 
 
@@ -45,6 +47,16 @@ class OutputHead:
         return logits
 
 
+def bias_row(logit_bias: Mapping[int, float], vocabulary: int) -> Tensor:
+    """Offsets [V] to add to the logits. Raises ConfigError for an id outside the vocabulary."""
+    row = torch.zeros(vocabulary)
+    for token, offset in logit_bias.items():
+        if not 0 <= token < vocabulary:
+            raise ConfigError(f"logit_bias: no token {token}; the model's ids are 0 to {vocabulary - 1}")
+        row[token] = offset
+    return row
+
+
 class TokenScorer:
     """log pi(token | prefix) at a temperature, with a logit bias, over the vocabulary or a support."""
 
@@ -63,9 +75,7 @@ class TokenScorer:
         self.reduce_in_fp32 = reduce_in_fp32
         self.bias: Tensor | None = None
         if logit_bias:
-            self.bias = torch.zeros(head.vocabulary)
-            for token, offset in logit_bias.items():
-                self.bias[token] = offset
+            self.bias = bias_row(logit_bias, head.vocabulary)
 
     def _tile(self, hidden: Tensor, tokens: Tensor, support: Tensor | None) -> tuple[Tensor, Tensor]:
         logits = self.head.logits(hidden)
