@@ -1,7 +1,6 @@
 """Settings of each stage, hashes of shared artefacts, and the chain of iterations."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -164,7 +163,9 @@ def test_local_model_files_are_inputs(tmp_path: Any) -> None:
     local = plan(base_model={"kind": "pretrained", "path": str(tmp_path)})
     assert local.base_model_sources("main") == [str(tmp_path / "config.json")]
     assert plan(base_model={"kind": "pretrained", "path": "owner/model"}).base_model_sources("main") == []
-    assert plan(base_model={"kind": "gguf", "file": "m.gguf"}).base_model_sources("main") == ["m.gguf"]
+    model = str(tmp_path / "m.gguf")
+    (tmp_path / "m.gguf").touch()
+    assert plan(base_model={"kind": "gguf", "file": model}).base_model_sources("main") == [model]
     assert plan(base_model={"kind": "gguf", "package": "p"}).base_model_sources("main") == []
 
 
