@@ -3,7 +3,9 @@
 import ctypes
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -62,6 +64,23 @@ def die_with_workflow() -> int | None:
     die_with(int(parent))
     os.environ[WORKFLOW] = parent
     return int(parent)
+
+
+def start_server(
+    module: str, arguments: Sequence[str], *, log: Path, variables: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
+    """Start `python -m module ARGUMENTS` in a session of its own; its output is appended to `log`."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "ab") as output:
+        return subprocess.Popen(
+            # -P: the working directory is on the module path of no stage.
+            [sys.executable, "-P", "-m", module, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **variables},
+            start_new_session=True,
+        )
 
 
 def redirect_output(log: Path) -> TextIO:

@@ -13,7 +13,6 @@ import importlib.metadata
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -26,7 +25,7 @@ from llmppo.engines.vllm import engine_environment, require_vllm
 from llmppo.engines.vllm_client import POLL_S, UNIX, call, is_healthy
 from llmppo.errors import EngineError
 from llmppo.files import digest
-from llmppo.process import WORKFLOW, thread_environment
+from llmppo.process import WORKFLOW, start_server, thread_environment
 from llmppo.worker.place import private_folder, process_start
 
 GRACE_S = 15.0  # between asking a server to end and killing it
@@ -80,25 +79,20 @@ def ensure_server(
         if sleeps:
             base.with_suffix(".sleep").touch()
         log = log or base.with_suffix(".log")
-        log.parent.mkdir(parents=True, exist_ok=True)
-        variables = {
-            **os.environ,
-            **thread_environment(threads),
-            **engine_environment(device),
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_SERVER_DEV_MODE": str(int(sleeps)),
-        }
-        command = [sys.executable, "-P", "-m", "llmppo.engines.vllm_server", str(owner())]
-        with open(log, "ab") as output:
-            server = subprocess.Popen(
-                [*command, *options(arguments), "--tokens-only", "--uds", str(place), "--disable-log-stats"],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=variables,
-                start_new_session=True,
-            )
+        server = start_server(
+            "llmppo.engines.vllm_server",
+            [
+                str(owner()), *options(arguments), "--tokens-only", "--uds", str(place), "--disable-log-stats",
+            ],
+            log=log,
+            variables={
+                **thread_environment(threads),
+                **engine_environment(device),
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                "VLLM_SERVER_DEV_MODE": str(int(sleeps)),
+            },
+        )  # fmt: skip
         deadline = time.monotonic() + timeout_s
         while server.poll() is None and time.monotonic() < deadline:
             if place.exists() and is_healthy(url):

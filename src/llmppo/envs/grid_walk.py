@@ -11,7 +11,7 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from llmppo.envs.scripted import Player
+from llmppo.envs.scripted import Player, careless, demonstrate
 from llmppo.errors import ConfigError, EnvironmentFault
 from llmppo.seeding import derive_seed
 
@@ -122,15 +122,7 @@ def demonstration(
     walker = walkers[rng.choices(list(players), weights=list(players.values()))[0]]
     walk = GridWalk(size, moves, held_out)
     observation, _ = walk.reset(seed=rng.getrandbits(62))
-    texts, dialogue, over = [observation], [], False
-    while not over:
-        action = walker(rng, texts)
-        if rng.random() < malformed:
-            action = action[:-1]
-        dialogue.append((observation, action))
-        observation, _, over, _, _ = walk.step(action)
-        texts += [action, observation]
-    return dialogue
+    return demonstrate(walk, observation, careless(walker, rng, malformed))
 
 
 def _spell(cell: Cell) -> str:

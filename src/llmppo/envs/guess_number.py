@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from llmppo.envs.scripted import Player
+from llmppo.envs.scripted import Player, demonstrate
 from llmppo.errors import ConfigError, EnvironmentFault
 from llmppo.seeding import derive_seed
 
@@ -159,15 +159,13 @@ def demonstration(
     strategy = rng.choices(list(players), weights=list(players.values()))[0]
     game = GuessNumber(numbers, tries)
     observation, _ = game.reset(seed=rng.getrandbits(62))
-    texts, dialogue, terminated = [observation], [], False
-    while not terminated:
+
+    def reply(texts: Sequence[str]) -> str:
         low, high = feasible_interval(texts, numbers)
         guess = _choose(strategy, rng, low, high, numbers)
-        action = _spoilt(rng, guess, numbers) if rng.random() < malformed else f"[{guess}]"
-        dialogue.append((observation, action))
-        observation, _, terminated, _, _ = game.step(action)
-        texts += [action, observation]
-    return dialogue
+        return _spoilt(rng, guess, numbers) if rng.random() < malformed else f"[{guess}]"
+
+    return demonstrate(game, observation, reply)
 
 
 def _spoilt(rng: random.Random, guess: int, numbers: int) -> str:

@@ -48,3 +48,31 @@ def play(
         if step.terminated or step.truncated:
             break
     return Played(episode_return=total, success=total >= success_threshold if said is None else said)
+
+
+def demonstrate(
+    env: Any, observation: str, reply: Callable[[Sequence[str]], str], max_turns: int | None = None
+) -> list[tuple[str, str]]:
+    """Play a begun game to its end, as (observation, action) pairs for a warm start.
+
+    `reply` gets the game's texts so far, as a `Player` does.
+    """
+    texts, over = [observation], False
+    dialogue: list[tuple[str, str]] = []
+    while not over and (max_turns is None or len(dialogue) < max_turns):
+        action = reply(texts)
+        dialogue.append((texts[-1], action))
+        answer, _, terminated, truncated, _ = env.step(action)
+        texts += [action, answer]
+        over = terminated or truncated
+    return dialogue
+
+
+def careless(player: Player, rng: random.Random, malformed: float) -> Callable[[Sequence[str]], str]:
+    """`player` with `rng`, but a share `malformed` of its replies lacks the last character."""
+
+    def reply(texts: Sequence[str]) -> str:
+        action = player(rng, texts)
+        return action[:-1] if rng.random() < malformed else action
+
+    return reply

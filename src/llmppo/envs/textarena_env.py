@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from llmppo.envs.isolation import GlobalRandom
-from llmppo.envs.scripted import Player, play
+from llmppo.envs.scripted import Player, careless, demonstrate, play
 from llmppo.errors import ConfigError, EnvironmentFault
 from llmppo.files import canonical_json, digest
 from llmppo.imports import load_callable
@@ -183,18 +183,7 @@ def demonstration(
     if player is not None and rng.random() < skilled:
         scripted = load_callable(player, "base_model.warm_start.kwargs.player")
     observation, _ = env.reset(seed=rng.getrandbits(62))
-    texts = [observation]
-    dialogue: list[tuple[str, str]] = []
-    over = False
-    while not over and len(dialogue) < max_turns:
-        reply = scripted(rng, texts)
-        if rng.random() < malformed:
-            reply = reply[:-1]
-        dialogue.append((observation, reply))
-        observation, _, terminated, truncated, _ = env.step(reply)
-        texts += [reply, observation]
-        over = terminated or truncated
-    return dialogue
+    return demonstrate(env, observation, careless(scripted, rng, malformed), max_turns)
 
 
 def _start(game: str, settings: Mapping[str, Any], seats: int, seed: int) -> tuple[Any, GlobalRandom, str]:

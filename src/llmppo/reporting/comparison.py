@@ -4,8 +4,6 @@ Chains of one seed share the base model where settings agree, and every evaluati
 differences are taken within a seed before they are averaged.
 """
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,7 +13,7 @@ import numpy as np
 
 from llmppo.reporting.results import Chain
 from llmppo.reporting.statistics import Estimate, paired_bootstrap, t_interval
-from llmppo.reporting.summary import SUCCESS, VariantSummary, aligned
+from llmppo.reporting.summary import SUCCESS, VariantSummary, aligned, csv_text
 from llmppo.reporting.transcripts import read_episodes
 
 FINAL, MEAN = "final success", "mean over the curve"
@@ -123,25 +121,23 @@ def _comparison(
 
 def comparison_csv(comparisons: Sequence[Comparison]) -> str:
     """One line a variant and measure; empty cells where one seed gives no interval."""
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
     columns = ["variant", "baseline", "measure", "seeds", "value", "baseline_value", "difference"]
     columns += ["ci_low", "ci_high", "bootstrap_low", "bootstrap_high", "wins", "losses"]
-    writer.writerow(columns)
-    for row in comparisons:
-        numbers = [
-            row.value,
-            row.baseline_value,
-            row.difference.mean,
-            row.difference.low,
-            row.difference.high,
+    rows = [
+        [
+            *(row.variant, row.baseline, row.measure, row.difference.n, row.value, row.baseline_value),
+            *(
+                row.difference.mean,
+                row.difference.low,
+                row.difference.high,
+                *row.bootstrap,
+                row.wins,
+                row.losses,
+            ),
         ]
-        writer.writerow(
-            [row.variant, row.baseline, row.measure, row.difference.n]
-            + ["" if value is None else f"{value:.6g}" for value in (*numbers, *row.bootstrap)]
-            + [row.wins, row.losses]
-        )
-    return buffer.getvalue()
+        for row in comparisons
+    ]
+    return csv_text(columns, rows)
 
 
 def _tex(text: str) -> str:

@@ -6,7 +6,7 @@ lag so far behind that waiting for them would hide most of what is known.
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,10 +161,20 @@ def summarize(chains: Sequence[Chain]) -> list[VariantSummary]:
     return result
 
 
-def summary_csv(variants: Sequence[VariantSummary], batch_size: int) -> str:
-    """One line a chain; empty cells where nothing was measured."""
+def csv_text(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A CSV file: None is an empty cell, fractions have six digits."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(columns)
+    for row in rows:
+        writer.writerow(
+            ["" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row]
+        )
+    return buffer.getvalue()
+
+
+def summary_csv(variants: Sequence[VariantSummary], batch_size: int) -> str:
+    """One line a chain; empty cells where nothing was measured."""
     columns = [
         "variant",
         "seed",
@@ -177,7 +187,7 @@ def summary_csv(variants: Sequence[VariantSummary], batch_size: int) -> str:
     ]
     columns += ["end_ci_low", "end_ci_high", "eval_episodes"]
     columns += [f"{decoding}_{end}" for decoding in DECODINGS for end in ("start", "end")]
-    writer.writerow(columns)
+    rows = []
     for row in (row for variant in variants for row in variant.rows):
         chain, start, end = row.chain, row.start, row.end
         cells: list[Any] = [chain.variant, chain.seed, chain.last_iteration]
@@ -185,7 +195,5 @@ def summary_csv(variants: Sequence[VariantSummary], batch_size: int) -> str:
         cells += [start and start.mean, end and end.mean, row.gain]
         cells += [end and end.low, end and end.high, end and end.n]
         cells += [value for name in DECODINGS for value in row.decodings.get(name, (None, None))]
-        writer.writerow(
-            ["" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else cell for cell in cells]
-        )
-    return buffer.getvalue()
+        rows.append(cells)
+    return csv_text(columns, rows)

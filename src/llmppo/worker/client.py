@@ -8,13 +8,12 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from llmppo.process import thread_environment
+from llmppo.process import start_server, thread_environment
 from llmppo.worker.messages import INTERRUPT, receive, send
 from llmppo.worker.place import Place, find_place
 
@@ -84,17 +83,12 @@ def start(place: Place, workflow: int, log: Path) -> socket.socket | None:
         if found is not None or place.gave_up.exists():
             return found
         place.socket.unlink(missing_ok=True)  # left by a worker that was killed
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "ab") as output:
-            worker = subprocess.Popen(
-                # -P: the working directory is on the module path of no stage.
-                [sys.executable, "-P", "-m", "llmppo.worker.server", str(place.socket), str(workflow)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**os.environ, **thread_environment(1), **SINGLE_THREADED},
-                start_new_session=True,
-            )
+        worker = start_server(
+            "llmppo.worker.server",
+            [str(place.socket), str(workflow)],
+            log=log,
+            variables={**thread_environment(1), **SINGLE_THREADED},
+        )
         deadline = time.monotonic() + START_S
         while worker.poll() is None and time.monotonic() < deadline:
             found = connect(place)

@@ -42,10 +42,6 @@ class Place:
         """Exists once the worker could not be started: later stages don't try again."""
         return self.folder / f"{self.key}.failed"
 
-    def clear(self) -> None:
-        for path in (self.socket, self.lock, self.gave_up):
-            path.unlink(missing_ok=True)
-
 
 def private_folder() -> Path | None:
     """The user's runtime folder, else one of ours in the folder for temporary files; None if it isn't private."""
