@@ -46,6 +46,10 @@ class TinyModelConfig(Section):
     kv_heads: Positive = Field(2, description="Key-value heads.")
     intermediate_size: Positive = Field(256, description="Width of the feed-forward layer.")
     max_positions: Positive = Field(1024, description="Longest sequence.")
+    merges: NonNegative = Field(
+        64,
+        description="Most byte-pair merges that the tokenizer learns from the warm start's texts; more make long fixed texts short.",
+    )
     per_seed: bool = Field(True, description="Each seed gets its own initialisation and warm start.")
     warm_start: WarmStartConfig | None = Field(
         WarmStartConfig(), description="Supervised warm start; null keeps random weights."
@@ -171,7 +175,8 @@ class SamplingConfig(Section):
         [], description="Texts that end a reply; the token that completes one belongs to the reply."
     )
     hf_generate_chunk_size: Positive | None = Field(
-        None, description="Prompts that one generation batch of the `hf` engine holds; null takes all."
+        None,
+        description="Prompts that one generation batch of the `hf` engine holds, which bounds its memory; null takes all and keeps their cache for the next turn.",
     )
     logit_bias: dict[int, float] | None = Field(
         None, description="Token id to logit offset, added at sampling and in the trainer's log-probs."

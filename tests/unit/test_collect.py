@@ -62,6 +62,31 @@ def test_the_model_is_called_once_for_each_token_of_the_longest_reply():
     assert engine.decode_steps == expected
 
 
+@pytest.mark.parametrize("turns", [1, 3])
+def test_caches_go_on_from_turn_to_turn_and_end_with_the_episode(turns):
+    engine, seen, known = model_engine(), [], []
+    generate = engine.generate
+
+    def recorded(requests, *, greedy=False):
+        seen.extend(request.kept for request in requests)
+        known.append(
+            [request.kept is not None and request.kept.usable(request.token_ids) for request in requests]
+        )
+        return generate(requests, greedy=greedy)
+
+    def make():
+        return RolloutHarness.local(CountdownEnv(turns), TOKENIZER, max_turns=turns, max_output_tokens=6)
+
+    engine.generate = recorded
+    collect_episodes(make, engine, specs(4))
+    if turns == 1:
+        assert seen == [None] * 4
+        return
+    assert known == [[False] * 4, [True] * 4, [True] * 4]
+    assert len({id(kept) for kept in seen}) == 4
+    assert all(kept.token_ids == [] and kept.layers == [] for kept in seen)
+
+
 def test_episodes_depend_on_their_specs_and_not_on_the_shard(tmp_path):
     together = collect_episodes(make_harness, model_engine(), specs(6))
     apart = [*collect_episodes(make_harness, model_engine(), specs(6)[:2])]

@@ -80,12 +80,12 @@ def talks_nonsense(env, number):
     ("what", "message"),
     [
         (raises, "step raised OSError: connection lost"),
-        (hangs, r"step took longer than env\.step_timeout_s, 0\.2 s"),
+        (hangs, r"step took longer than env\.step_timeout_s, 1 s"),
         (talks_nonsense, "step returned 'a lot' as reward"),
     ],
 )
 def test_a_failed_episode_is_marked_and_counted_and_left_out(what, message, tmp_path):
-    episodes = collect(what, step_timeout_s=0.2)
+    episodes = collect(what, step_timeout_s=1.0)  # a busy machine may take its time over a healthy step
     assert [episode.failure is None for episode in episodes] == [True, True, False, True]
     failed = episodes[2]
     assert failed.failure.startswith(f"{__name__}.Trouble, episode train-0001-00002: ")

@@ -1,5 +1,7 @@
 """The transformers engine: log-probs of the policy, draws that depend on the request alone, one step a token."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 from llmppo.config import SamplingConfig
 from llmppo.engines.base import GenerationRequest
 from llmppo.engines.hf import HFEngine, hf_forward
+from llmppo.engines.kept import KeptCache
 from llmppo.engines.sampling import UniformStreams, draw, penalize_repetition, restrict
 from llmppo.engines.stops import StopStrings
 from llmppo.errors import ConfigError, NonFiniteError
@@ -212,13 +215,14 @@ def test_a_call_takes_as_many_steps_as_its_longest_reply():
 
 class CountingForward:
     def __init__(self, inner):
-        self.inner, self.rows = inner, []
+        self.inner, self.rows, self.tokens = inner, [], 0
 
     def new_cache(self):
         return self.inner.new_cache()
 
     def __call__(self, input_ids, attention_mask, position_ids, cache):
         self.rows.append(len(input_ids))
+        self.tokens += input_ids.numel()
         assert attention_mask.shape[1] == cache.get_seq_length() + input_ids.shape[1]
         assert position_ids.shape == input_ids.shape
         return self.inner(input_ids, attention_mask, position_ids, cache)
@@ -227,12 +231,81 @@ class CountingForward:
 def test_finished_rows_leave_the_batch_and_positions_stay_inside_the_reply():
     forward = CountingForward(hf_forward(MODEL))
     batch = [
-        GenerationRequest(token_ids=[5, 6], seed=number, max_new_tokens=most)
+        GenerationRequest(token_ids=[5, 6 + number], seed=number, max_new_tokens=most)
         for number, most in enumerate([1, 1, 2, 9])
     ]
     replies = HFEngine(forward, ()).generate(batch)
     assert [len(reply.token_ids) for reply in replies] == [1, 1, 2, 9]
     assert forward.rows == [4, 2, *[1] * 7]
+
+
+def test_equal_prompts_run_once():
+    forward = CountingForward(hf_forward(MODEL))
+    batch = [
+        GenerationRequest(token_ids=prompt, seed=number, max_new_tokens=7)
+        for number, prompt in enumerate([[5, 6, 7], [9], [5, 6, 7], [9], [5, 6, 7]])
+    ]
+    shared = HFEngine(forward, (END,)).generate(batch)
+    assert forward.rows[:2] == [2, 5]
+    assert forward.tokens < 2 * 3 + 5 * 7
+    for reply, alone in zip(shared, engine(chunk_size=1).generate(batch), strict=True):
+        assert reply.token_ids == alone.token_ids
+        np.testing.assert_allclose(reply.logprobs, alone.logprobs, atol=1e-5)
+    assert len({tuple(reply.token_ids) for reply in shared}) > 2
+
+
+def conversation(model, keep, turns=3):
+    """Replies of `turns` turns to transcripts of different lengths, and the tokens that the model ran in the last."""
+    forward = CountingForward(hf_forward(model))
+    running = HFEngine(forward, range(0, 320, 8))
+    transcripts = [[5, 6], [7], [5, 6], [9, 10, 11, 12, 13, 14]]
+    caches = [KeptCache() if keep else None for _ in transcripts]
+    replies = []
+    for turn in range(turns):
+        forward.tokens = 0
+        batch = [
+            GenerationRequest(token_ids=ids, seed=10 * turn + row, max_new_tokens=6, kept=cache)
+            for row, (ids, cache) in enumerate(zip(transcripts, caches, strict=True))
+        ]
+        replies += running.generate(batch)
+        transcripts = [
+            [*ids, *reply.token_ids, *range(20, 22 + row)]
+            for row, (ids, reply) in enumerate(zip(transcripts, replies[-4:], strict=True))
+        ]
+    return replies, forward.tokens
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_a_kept_cache_changes_no_reply_and_saves_the_transcript(family):
+    """The sliding window of Gemma drops positions, so its caches aren't kept."""
+    model = MODEL if family == "qwen2" else MODELS["gemma2"]
+    (kept, few), (fresh, many) = conversation(model, keep=True), conversation(model, keep=False)
+    for with_cache, without in zip(kept, fresh, strict=True):
+        assert with_cache.token_ids == without.token_ids
+        np.testing.assert_allclose(with_cache.logprobs, without.logprobs, atol=1e-5)
+    if family == "qwen2":
+        assert many - few >= 20
+    else:
+        assert many == few
+
+
+def test_a_kept_cache_of_another_transcript_is_not_used():
+    cache = KeptCache()
+    (before,) = engine().generate([GenerationRequest(token_ids=[5, 6], seed=1, max_new_tokens=3, kept=cache)])
+    held = list(cache.token_ids)
+    assert held == [5, 6, *before.token_ids[:-1]]
+    request = GenerationRequest(token_ids=[5, 9, *held], seed=2, max_new_tokens=5)
+    (expected,) = engine().generate([request])
+    assert not cache.usable(request.token_ids)
+    assert not cache.usable(held)  # nothing would be left to run
+    (found,) = engine().generate([replace(request, kept=cache)])
+    np.testing.assert_array_equal(found.logprobs, expected.logprobs)
+
+
+def test_a_read_only_cache_is_left_as_it_is():
+    cache = KeptCache(read_only=True)
+    engine().generate([GenerationRequest(token_ids=[5, 6], seed=1, max_new_tokens=3, kept=cache)])
+    assert (cache.token_ids, cache.layers) == ([], [])
 
 
 TOKENIZER = tiny_tokenizer()

@@ -5,23 +5,30 @@ sampled end token is part of the reply.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmppo.trajectories.episode import StopReason
 
+if TYPE_CHECKING:
+    from llmppo.engines.kept import KeptCache
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """One reply to sample after `token_ids`; `max_new_tokens` >= 1 already respects the context length."""
+    """One reply to sample after `token_ids`; `max_new_tokens` >= 1 already respects the context length.
+
+    An episode that goes on gives the same `kept` with each of its requests; an engine may ignore it.
+    """
 
     token_ids: Sequence[int]
     seed: int
     max_new_tokens: int
     min_new_tokens: int = 0
+    kept: "KeptCache | None" = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Batched generation with a KV cache on any transformers causal LM.
 
 All requests of a call (or `chunk_size` of them) run together, left-padded; finished rows leave the batch,
-so a call makes as many model calls as its longest reply has tokens. Logits are divided by the temperature,
+so a call makes as many model calls as its longest reply has tokens. Equal prompts run once, and a request that
+comes with a `KeptCache` runs only what its transcript has gained since the reply before. Logits are divided by the temperature,
 then the logit bias is added, which is what the trainer computes; `llmppo.engines.sampling` says what a recorded
 log-prob is. Greedy replies take the likeliest token.
 """
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from llmppo.config import SamplingConfig
 from llmppo.engines.base import Generation, GenerationRequest
+from llmppo.engines.kept import KeptCache, keeps_everything, restore
 from llmppo.engines.sampling import BatchSampler, SamplingSettings
 from llmppo.engines.stops import StopStrings
 from llmppo.errors import ConfigError, NonFiniteError
@@ -27,7 +29,7 @@ class StepForward(Protocol):
     """The model as the engine sees it."""
 
     def new_cache(self) -> Any:
-        """An empty KV cache with transformers' `reorder_cache(rows)`."""
+        """An empty KV cache with transformers' `reorder_cache(rows)`, where a row may come back several times."""
         ...
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any) -> Tensor:
@@ -151,15 +153,21 @@ class HFEngine:
     def _generate_chunk(self, requests: Sequence[GenerationRequest], greedy: bool) -> list[Generation]:
         """Batch row b serves request `rows[b]` and is done once its reply is complete."""
         device = self._device
-        input_ids, attention_mask = self._left_padded(requests)  # [B, S], [B, S + longest reply]
-        width = input_ids.shape[1]
-        position_ids = (attention_mask[:, :width].cumsum(dim=1) - 1).clamp_(min=0)
         limits = torch.tensor([request.max_new_tokens for request in requests], device=device)
+        longest = int(limits.max())
         end_tokens = torch.tensor(sorted(self._end_token_ids), device=device)
         sampler = BatchSampler(requests, self._settings, self._end_token_ids, greedy=greedy, device=device)
+        prompts, row_of = _distinct(requests)
         cache = self._forward.new_cache()
+        keeping = self._chunk_size is None and keeps_everything(cache)
+        known = [_known(requests[prompt]) if keeping else None for prompt in prompts]
+        input_ids, attention_mask = self._left_padded(
+            [requests[prompt] for prompt in prompts], known, longest
+        )
+        restore(cache, known)
+        width = attention_mask.shape[1] - longest
+        position_ids = (attention_mask.cumsum(dim=1) - 1).clamp_(min=0)[:, width - input_ids.shape[1] : width]
 
-        longest = attention_mask.shape[1] - width
         tokens = torch.full((len(requests), longest), self._pad_id, device=device)
         logprobs = torch.zeros(len(requests), longest, device=device)
         lengths = torch.zeros_like(limits)
@@ -170,6 +178,14 @@ class HFEngine:
         for step in range(longest):
             logits = self._forward(input_ids, attention_mask[:, : width + step], position_ids, cache)
             self.decode_steps += 1
+            if step == 0 and len(prompts) < len(requests):
+                share = torch.tensor(row_of, device=device)
+                cache.reorder_cache(share)
+                logits, attention_mask, position_ids = (
+                    logits[share],
+                    attention_mask[share],
+                    position_ids[share],
+                )
             chosen, logprob, drawn_from = sampler.choose(logits)
             if supports is not None:
                 for row, scores in zip(rows.tolist(), torch.isfinite(drawn_from).cpu().numpy(), strict=True):
@@ -180,6 +196,8 @@ class HFEngine:
             finished = ~done & (is_end | is_stop | (limits[rows] == step + 1))
             lengths[rows[finished]] = step + 1
             ended[rows[finished]], stopped[rows[finished]] = is_end[finished], is_stop[finished]
+            if keeping:
+                self._keep(cache, requests, rows, finished, attention_mask[:, : width + step], tokens)
             done |= finished
             left = len(rows) - int(done.sum())
             if left == 0:
@@ -212,19 +230,58 @@ class HFEngine:
                 found[place] = self._stops.completed(tokens[row, :length].tolist())
         return found
 
-    def _left_padded(self, requests: Sequence[GenerationRequest]) -> tuple[Tensor, Tensor]:
-        """Prompts [B, S] and their attention mask [B, S + longest reply]."""
+    def _keep(
+        self,
+        cache: Any,
+        requests: Sequence[GenerationRequest],
+        rows: Tensor,
+        finished: Tensor,
+        attention_mask: Tensor,
+        tokens: Tensor,
+    ) -> None:
+        """Leave the finished rows' caches with those who gave a `KeptCache`; the last token hasn't run yet."""
+        for place in finished.nonzero().flatten().tolist():
+            request = requests[int(rows[place])]
+            if request.kept is not None and not request.kept.read_only:
+                columns = attention_mask[place].nonzero().squeeze(1)
+                reply = tokens[rows[place], : len(columns) - len(request.token_ids)].tolist()
+                request.kept.keep(cache, place, columns, [*request.token_ids, *reply])
+
+    def _left_padded(
+        self, requests: Sequence[GenerationRequest], known: Sequence[KeptCache | None], longest: int
+    ) -> tuple[Tensor, Tensor]:
+        """What is to run of the prompts [B, S], and the mask [B, P + S + longest] over cache, prompts and replies."""
         if min(len(request.token_ids) for request in requests) == 0:
             raise ValueError("a generation request has no tokens; a model needs one to start from")
-        width = max(len(request.token_ids) for request in requests)
-        longest = max(request.max_new_tokens for request in requests)
+        counts = [0 if entry is None else len(entry.token_ids) for entry in known]
+        past = max(counts)
+        width = max(len(request.token_ids) - count for request, count in zip(requests, counts, strict=True))
         ids = np.full((len(requests), width), self._pad_id, np.int64)
-        mask = np.ones((len(requests), width + longest), np.int64)
-        for row, request in enumerate(requests):
-            start = width - len(request.token_ids)
-            ids[row, start:] = request.token_ids
-            mask[row, :start] = 0
+        mask = np.ones((len(requests), past + width + longest), np.int64)
+        for row, (request, count) in enumerate(zip(requests, counts, strict=True)):
+            start = width - (len(request.token_ids) - count)
+            ids[row, start:] = request.token_ids[count:]
+            mask[row, : past - count] = 0
+            mask[row, past : past + start] = 0
         return torch.from_numpy(ids).to(self._device), torch.from_numpy(mask).to(self._device)
+
+
+def _known(request: GenerationRequest) -> KeptCache | None:
+    return request.kept if request.kept is not None and request.kept.usable(request.token_ids) else None
+
+
+def _distinct(requests: Sequence[GenerationRequest]) -> tuple[list[int], list[int]]:
+    """The first request of each distinct prompt, and for every request which of these it shares."""
+    places: dict[tuple[int, ...], int] = {}
+    firsts: list[int] = []
+    row_of = []
+    for number, request in enumerate(requests):
+        prompt = tuple(request.token_ids)
+        if prompt not in places:
+            places[prompt] = len(firsts)
+            firsts.append(number)
+        row_of.append(places[prompt])
+    return firsts, row_of
 
 
 def _replies(

@@ -167,6 +167,11 @@ class RolloutHarness:
                 f"{spec.episode_id}: the prompt has no tokens; the environment's first observation must not be empty without a chat template"
             )
 
+    @property
+    def on_last_turn(self) -> bool:
+        """Whether no turn can follow the one that is to be sampled."""
+        return len(self._turns) + 1 >= self.max_turns
+
     def request(self) -> GenerationRequest | None:
         """What to sample next; None when the episode is over."""
         spec = self._started()

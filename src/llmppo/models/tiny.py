@@ -42,7 +42,7 @@ def _words(text: str) -> list[str]:
     return [word for word, _ in split.pre_tokenize_str(text)]
 
 
-def learn_merges(texts: Iterable[str], limit: int = 64) -> list[tuple[str, str]]:
+def learn_merges(texts: Iterable[str], limit: int) -> list[tuple[str, str]]:
     """Byte-pair merges of the most frequent neighbours; ties go to the pair that sorts first.
 
     Stops at `limit` merges or when no pair occurs twice.

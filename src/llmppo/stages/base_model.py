@@ -78,7 +78,8 @@ def _tiny(config: TinyModelConfig, seed: int) -> tuple[Any, Any, dict[str, Any]]
     start = config.warm_start
     # The tokenizer doesn't depend on the seed, so that token ids mean the same in every chain.
     sample = islice(dialogues(start, "tokenizer"), MERGE_DIALOGUES) if start else ()
-    merges = learn_merges(text for dialogue in sample for exchange in dialogue for text in exchange)
+    texts = (text for dialogue in sample for exchange in dialogue for text in exchange)
+    merges = learn_merges(texts, config.merges)
     tokenizer = build_tokenizer(merges, config.max_positions)
     model = build_model(config, tokenizer, derive_seed("weights", seed))
     if start is None:

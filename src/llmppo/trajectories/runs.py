@@ -6,10 +6,11 @@ one that doesn't repeat itself from its seed counts as failed.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llmppo.engines.base import Generation, GenerationRequest
+from llmppo.engines.kept import KeptCache
 from llmppo.envs.harness import RolloutHarness
 from llmppo.envs.protocol import Reset, environment_name
 from llmppo.errors import EnvironmentFault, EnvironmentTimeout
@@ -39,6 +40,7 @@ class EpisodeRun:
     ) -> None:
         self.spec, self.harness, self._make_harness = spec, harness, make_harness
         self._row_index, self._evaluation, self._retries = row_index, evaluation, retries
+        self._kept: KeptCache | None = None
         self._replies: list[tuple[GenerationRequest, Generation]] = []
         self._replayed = 0
         self.request: GenerationRequest | None = None
@@ -71,12 +73,21 @@ class EpisodeRun:
             request = self.harness.request()
             if self._replayed < len(self._replies):
                 return self._replay(request)
-            self.request = request
             if request is None:
                 self._end(self.harness.episode())
+            else:
+                self.request = self._with_cache(request)
         except EnvironmentFault as fault:
             return self._start_over(fault)
         return None
+
+    def _with_cache(self, request: GenerationRequest) -> GenerationRequest:
+        """The request, with what an engine kept of the turns before if this isn't the only turn."""
+        if self._kept is None and not self.harness.on_last_turn:
+            self._kept = KeptCache()
+        if self._kept is not None:
+            self._kept.read_only = self.harness.on_last_turn
+        return replace(request, kept=self._kept)
 
     def _replay(self, request: GenerationRequest | None) -> EnvironmentCall:
         recorded, _ = self._replies[self._replayed]
@@ -111,6 +122,8 @@ class EpisodeRun:
 
     def _end(self, episode: Episode, hangs: bool = False) -> None:
         self.episode = episode
+        if self._kept is not None:
+            self._kept.clear()
         if not hangs:
             self.retired.append(self.harness)
 
