@@ -18,8 +18,8 @@ from llmppo.config import SamplingConfig
 from llmppo.engines.base import Generation, GenerationRequest
 from llmppo.engines.kept import KeptCache, keeps_everything, restore
 from llmppo.engines.sampling import BatchSampler, SamplingSettings
-from llmppo.engines.stops import StopStrings
-from llmppo.errors import ConfigError, NonFiniteError
+from llmppo.engines.stops import StopStrings, stop_strings
+from llmppo.errors import NonFiniteError
 from llmppo.trajectories.episode import StopReason
 
 KEEP_BATCH_ABOVE = 0.75  # share of unfinished rows from which the batch keeps its finished ones
@@ -122,10 +122,6 @@ class HFEngine:
 
         Raises ConfigError for stop strings without one.
         """
-        if sampling.stop and tokenizer is None:
-            raise ConfigError(
-                "`stop` needs the tokenizer; give it to the agent by `listen_for_end_of(tokenizer)`"
-            )
         return cls(
             forward,
             end_token_ids,
@@ -135,7 +131,7 @@ class HFEngine:
             min_p=sampling.min_p,
             repetition_penalty=sampling.repetition_penalty,
             logit_bias=sampling.logit_bias,
-            stops=StopStrings(sampling.stop, tokenizer) if sampling.stop else None,
+            stops=stop_strings(sampling, tokenizer),
             chunk_size=sampling.hf_generate_chunk_size,
             pad_id=pad_id,
             device=device,

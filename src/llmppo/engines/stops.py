@@ -6,6 +6,9 @@ An engine works on ids, and one string has many spellings; so the end of the rep
 from collections.abc import Sequence
 from typing import Any
 
+from llmppo.config import SamplingConfig
+from llmppo.errors import ConfigError
+
 
 class StopStrings:
     """Tells whether the newest token of a reply completes one of the texts."""
@@ -25,3 +28,14 @@ class StopStrings:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def stop_strings(sampling: SamplingConfig, tokenizer: Any) -> StopStrings | None:
+    """The stop strings of a config section, None without any. Raises ConfigError where they lack a tokenizer."""
+    if not sampling.stop:
+        return None
+    if tokenizer is None:
+        raise ConfigError(
+            "`stop` needs the tokenizer; give it to the agent by `listen_for_end_of(tokenizer)`"
+        )
+    return StopStrings(sampling.stop, tokenizer)

@@ -238,6 +238,14 @@ class AdaptedModel:
             if on and "forward" not in vars(layer):
                 layer.forward = _recomputed_forward(layer.forward, self)
 
+    def base_state(self) -> dict[str, Tensor]:
+        """The base model's own weights under the names that they had before it was adapted."""
+        return {
+            name.replace(".base_layer.", "."): tensor
+            for name, tensor in self.base.state_dict().items()
+            if ".lora_A." not in name and ".lora_B." not in name
+        }
+
     def adapter_state(self, name: str) -> dict[str, Tensor]:
         """Weights of one adapter by layer name."""
         state = {}

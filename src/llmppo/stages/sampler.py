@@ -27,7 +27,7 @@ def policy_engine(
 
         yield actor_engine(load_actor(base, policy, settings["device"]), sampling, tokenizer)
         return
-    from llmppo.engines.stops import StopStrings
+    from llmppo.engines.stops import stop_strings
     from llmppo.engines.vllm import Adapter, InProcess, VLLMEngine, engine_arguments
     from llmppo.envs.templates import end_token_ids
 
@@ -43,7 +43,7 @@ def policy_engine(
         candidates=sampling.top_k,
     )
     ends = end_token_ids(tokenizer, _generation_config(base))
-    stops = StopStrings(sampling.stop, tokenizer) if sampling.stop else None
+    stops = stop_strings(sampling, tokenizer)
     if config.mode == "in_process":
         if policy is None:
             arguments["enable_lora"] = False

@@ -6,15 +6,15 @@ updates, `save_checkpoint` and `load_checkpoint` move its state to and from a po
 
 import copy
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from llmppo.config import CosineLRScheduleConfig, LoraSection, PPOConfig, SamplingConfig
+from llmppo.config import CosineLRScheduleConfig, LoraSection, PPOConfig, SamplingConfig, VLLMConfig
 from llmppo.engines.base import GenerationEngine, GenerationRequest
 from llmppo.errors import ConfigError
 from llmppo.models.adapted import ACTOR, AdaptedModel, lora_config
@@ -22,22 +22,27 @@ from llmppo.models.head import TokenScorer
 from llmppo.ppo.schedules import lr_scale
 from llmppo.seeding import derive_seed
 from llmppo.trainer.aliases import with_aliases
-from llmppo.trainer.batch import UpdateBatch, build_batch
+from llmppo.trainer.batch import UpdateBatch, build_batch, padded_supports
 from llmppo.trainer.bookkeeping import Bookkeeping
 from llmppo.trainer.checkpoint import Checkpoint
 from llmppo.trainer.optimizer import RoleOptimizer
 from llmppo.trainer.passes import Passes
 from llmppo.trainer.returns import RunningReturns
-from llmppo.trainer.settings import SETTINGS, split_settings, with_signature
+from llmppo.trainer.settings import SETTINGS, section, split_settings, with_signature
 from llmppo.trainer.update import Outcome, Update
+
+if TYPE_CHECKING:
+    from llmppo.engines.colocated import ColocatedVLLM
 
 
 class ActionResult(NamedTuple):
-    """Per prompt: prompt and reply ids [1, T], the reply's mask [1, T-1] and its sampled log-probs [n]."""
+    """Per prompt: prompt and reply ids [1, T], the reply's mask [1, T-1], its sampled log-probs [n] when training,
+    and with `top_k` the ids [n, S] that could be sampled, -1 padded."""
 
     token_ids: list[Tensor]
     action_masks: list[Tensor]
     sampling_logps: list[Tensor] | None
+    sampling_supports: list[Tensor] | None = None
 
 
 class LLMPPO(Bookkeeping):
@@ -54,6 +59,9 @@ class LLMPPO(Bookkeeping):
         max_turns: Turns of the environment, for `advantage_granularity="auto"`; None takes the width of
             the first rewards, or what `train_llm_rollout` says.
         index: Number of the agent in a population.
+        vllm_config: Replies come from vLLM, in this process or a server (`VLLMConfig`, or its fields as a mapping);
+            None samples with transformers. `clean_up` ends it.
+        offload_trainer_during_rollout: On a GPU, keep the trainer's base in host memory while vLLM samples.
         settings: Any field of `PPOConfig` and `SamplingConfig` (docs/parameters.md).
 
     Raises:
@@ -74,6 +82,8 @@ class LLMPPO(Bookkeeping):
         seed: int = 42,
         max_turns: int | None = None,
         index: int = 0,
+        vllm_config: VLLMConfig | Mapping[str, Any] | None = None,
+        offload_trainer_during_rollout: bool = True,
         **settings: Any,
     ) -> None:
         self.config, self.sampling = split_settings(settings)
@@ -107,6 +117,9 @@ class LLMPPO(Bookkeeping):
         self.last_outcome: Outcome | None = None
         self._engine: GenerationEngine | None = None
         self._tokenizer: Any = None
+        self.vllm_config = None if vllm_config is None else section(VLLMConfig, vllm_config, "vllm_config")
+        self.offload_trainer_during_rollout = offload_trainer_during_rollout
+        self._vllm: ColocatedVLLM | None = None
 
     def _base_model(self, network: Any, device: str | torch.device | None) -> Any:
         if network is None:
@@ -192,15 +205,27 @@ class LLMPPO(Bookkeeping):
             from llmppo.engines.actor import ActorStep, model_end_tokens
             from llmppo.engines.hf import HFEngine
 
+            ends = self.end_token_ids or model_end_tokens(self.model.base)
+            if self.vllm_config is not None:
+                self._engine = self._vllm_engine(self.vllm_config, ends)
+                return self._engine
             self._engine = HFEngine.from_config(
                 ActorStep(self.model),
-                self.end_token_ids or model_end_tokens(self.model.base),
+                ends,
                 self.sampling,
                 tokenizer=self._tokenizer,
                 pad_id=self.pad_token_id or 0,
                 device=self.device,
             )
         return self._engine
+
+    def _vllm_engine(self, config: VLLMConfig, ends: Collection[int]) -> GenerationEngine:
+        from llmppo.engines.colocated import ColocatedEngine, ColocatedVLLM
+        from llmppo.engines.stops import stop_strings
+
+        if self._vllm is None:
+            self._vllm = ColocatedVLLM(self.model, config, offload=self.offload_trainer_during_rollout)
+        return ColocatedEngine(self._vllm, ends, self.sampling, stop_strings(self.sampling, self._tokenizer))
 
     def listen_for_end_of(self, tokenizer: Any) -> None:
         """End replies where this tokenizer and its chat template do, not only where the model's config says.
@@ -251,7 +276,10 @@ class LLMPPO(Bookkeeping):
             rows.append(torch.tensor([row]))
             masks.append((torch.arange(1, len(row)) >= len(request.token_ids))[None])
         logps = [torch.from_numpy(np.array(reply.logprobs)) for reply in replies] if training else None
-        return ActionResult(rows, masks, logps)
+        supports = [padded_supports(reply.supports) for reply in replies] if training else []
+        if any(support is None for support in supports) or not supports:
+            return ActionResult(rows, masks, logps)
+        return ActionResult(rows, masks, logps, [torch.from_numpy(support) for support in supports])
 
     # -- learning -----------------------------------------------------------------------------
 
@@ -441,6 +469,8 @@ class LLMPPO(Bookkeeping):
             seed=self.seed,
             max_turns=self.max_turns,
             index=self.index if index is None else index,
+            vllm_config=self.vllm_config,
+            offload_trainer_during_rollout=self.offload_trainer_during_rollout,
             **self.config.model_dump(),
             **self.sampling.model_dump(),
         )

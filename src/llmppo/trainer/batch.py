@@ -186,12 +186,12 @@ def batch_from_episodes(episodes: Sequence[Episode], max_turns: int) -> UpdateBa
         [episode.sampling_logprobs for episode in episodes],
         None
         if all(episode.sampling_supports is None for episode in episodes)
-        else [_padded_supports(episode.sampling_supports) for episode in episodes],
+        else [padded_supports(episode.sampling_supports) for episode in episodes],
         segments=[episode.segments for episode in episodes],
     )
 
 
-def _padded_supports(supports: Sequence[np.ndarray | None] | None) -> np.ndarray | None:
+def padded_supports(supports: Sequence[np.ndarray | None] | None) -> np.ndarray | None:
     """Supports of n tokens as [n, S], -1 padded; a token without one gets only padding."""
     if supports is None:
         return None

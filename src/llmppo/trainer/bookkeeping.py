@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from llmppo.trainer.agent import LLMPPO
 
 # What the constructor takes besides settings and models.
-INPUT_ARGUMENTS = ("pad_token_id", "pad_token", "model_name", "model_config", "seed", "max_turns", "index")
+INPUT_ARGUMENTS = (
+    "pad_token_id", "pad_token", "model_name", "model_config", "seed", "max_turns", "index", "vllm_config",
+    "offload_trainer_during_rollout",
+)  # fmt: skip
 
 
 class Bookkeeping(AgentState):

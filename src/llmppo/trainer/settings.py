@@ -3,7 +3,7 @@
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
@@ -11,6 +11,8 @@ from pydantic_core import PydanticUndefined
 from llmppo.config import CosineLRScheduleConfig, PPOConfig, SamplingConfig, Section
 from llmppo.errors import ConfigError
 from llmppo.explain import explain
+
+AnySection = TypeVar("AnySection", bound=Section)
 
 SETTINGS: dict[str, type[Section]] = {
     **dict.fromkeys(PPOConfig.model_fields, PPOConfig),
@@ -26,14 +28,19 @@ def split_settings(settings: Mapping[str, Any]) -> tuple[PPOConfig, SamplingConf
             raise ConfigError(
                 f"LLMPPO has no setting `{name}`{f'; did you mean `{near[0]}`?' if near else ''}"
             )
-    sections: list[Any] = []
-    for section in (PPOConfig, SamplingConfig):
-        values = {name: value for name, value in settings.items() if SETTINGS[name] is section}
-        try:
-            sections.append(section.model_validate(values))
-        except ValidationError as error:
-            raise explain(error, "LLMPPO") from None
-    return sections[0], sections[1]
+
+    def of(kind: type[Section]) -> dict[str, Any]:
+        return {name: value for name, value in settings.items() if SETTINGS[name] is kind}
+
+    return section(PPOConfig, of(PPOConfig)), section(SamplingConfig, of(SamplingConfig))
+
+
+def section(kind: type[AnySection], values: AnySection | Mapping[str, Any], name: str = "") -> AnySection:
+    """A config section from keywords, or as it is. Raises ConfigError naming what is wrong with keyword `name`."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise explain(error, f"LLMPPO {name}".strip()) from None
 
 
 def with_signature(constructor: Callable[..., None]) -> Callable[..., None]:
@@ -55,4 +62,4 @@ def with_signature(constructor: Callable[..., None]) -> Callable[..., None]:
     return constructor
 
 
-__all__ = ["SETTINGS", "CosineLRScheduleConfig", "split_settings", "with_signature"]
+__all__ = ["SETTINGS", "CosineLRScheduleConfig", "section", "split_settings", "with_signature"]

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from llmppo.trainer.optimizer import RoleOptimizer
 from llmppo.trainer.returns import RunningReturns
 from llmppo.trainer.settings import SETTINGS, split_settings
 from llmppo.trainer.update import Outcome
+
+if TYPE_CHECKING:
+    from llmppo.engines.colocated import ColocatedVLLM
 
 COUNTERS = (
     "learn_steps",
@@ -56,6 +59,7 @@ class AgentState:
     reference_update_tracker: int
     last_outcome: Outcome | None
     _engine: GenerationEngine | None
+    _vllm: "ColocatedVLLM | None"
 
     def update_settings(self, **settings: Any) -> None:
         """Change settings after construction, validated as a whole.
@@ -268,8 +272,11 @@ class AgentState:
         self._engine = None
 
     def clean_up(self) -> None:
-        """Drop model, optimizer and engine, so that their memory is free before another agent is made."""
+        """Drop model, optimizer and engine (with its vLLM), so that their memory is free before another agent is made."""
         self._engine = None
+        if self._vllm is not None:
+            self._vllm.close()
+            self._vllm = None
         self.last_outcome = None
         for name in ("model", "optimizer"):
             self.__dict__.pop(name, None)
