@@ -94,10 +94,12 @@ def ui(config: Path, results: Path | None, host: str, port: int) -> None:
 @click.argument("file", type=FILE, default="config/config.yaml")
 def validate(file: Path) -> None:
     """Check an experiment YAML and say what it would run."""
-    from llmppo.experiment import load_experiment
+    from llmppo.experiment import import_callables, load_experiment
     from llmppo.plan import Plan
 
-    click.echo(f"{file} is valid. {Plan(load_experiment(file)).summary()}")
+    experiment = load_experiment(file)
+    import_callables(experiment)
+    click.echo(f"{file} is valid. {Plan(experiment).summary()}")
 
 
 @main.command()

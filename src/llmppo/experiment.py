@@ -12,9 +12,19 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from llmppo.config import VARIANT_SECTIONS, ExperimentConfig, GgufModelConfig, TinyModelConfig
+from llmppo.config import (
+    VARIANT_SECTIONS,
+    ExperimentConfig,
+    GgufModelConfig,
+    PretrainedModelConfig,
+    TinyModelConfig,
+)
 from llmppo.errors import ConfigError
 from llmppo.explain import explain
+from llmppo.imports import load_callable
+from llmppo.models.pretrained import path_fault
+
+REASONING_GYM = "llmppo.envs.reasoning_gym_env"
 
 
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,6 +133,8 @@ def _check_combination(config: ExperimentConfig, source: str) -> None:
         faults.append(
             f"base_model.file: there is no file {base.file}; name a GGUF file, or the `package` that holds it"
         )
+    if isinstance(base, PretrainedModelConfig) and (fault := path_fault(base.path)) is not None:
+        faults.append(f"base_model.path: {fault}")
     if config.dataset is not None:
         for key in ("train", "eval"):
             file = getattr(config.dataset, key)
@@ -138,8 +150,26 @@ def _check_combination(config: ExperimentConfig, source: str) -> None:
             faults.append(
                 f"{key}: no module `{module}`; put {module.replace('.', '/')}.py into {Path.cwd()} or on PYTHONPATH"
             )
+    faults += _other_rows(config)
     if faults:
         raise ConfigError(f"{source}:\n" + "\n".join(f"  {fault}" for fault in faults))
+
+
+def _other_rows(config: ExperimentConfig) -> list[str]:
+    """Arguments in which a reasoning-gym warm start differs from the dataset, whose held-out rows it then may show."""
+    base, dataset = config.base_model, config.dataset
+    start = base.warm_start if isinstance(base, TinyModelConfig) else None
+    if start is None or dataset is None or dataset.generator != f"{REASONING_GYM}:generate":
+        return []
+    if start.dialogues != f"{REASONING_GYM}:demonstration":
+        return []
+    shown = start.kwargs
+    return [
+        f"base_model.warm_start.kwargs.{name}: {shown.get(name)!r}, but the dataset has {value!r}; with other arguments the "
+        "warm start would show rows that are held out (a YAML anchor, `&rows` and `*rows`, keeps them the same)"
+        for name, value in {"seed": dataset.seed, **dataset.kwargs}.items()
+        if name not in shown or shown[name] != value
+    ]
 
 
 def _callables(config: ExperimentConfig) -> list[tuple[str, str]]:
@@ -150,6 +180,13 @@ def _callables(config: ExperimentConfig) -> list[tuple[str, str]]:
     if isinstance(config.base_model, TinyModelConfig) and config.base_model.warm_start is not None:
         found.append(("base_model.warm_start.dialogues", config.base_model.warm_start.dialogues))
     return found
+
+
+def import_callables(experiment: ExperimentConfig) -> None:
+    """Import what every variant names as `module:name`. Raises ConfigError for a name that isn't there."""
+    for variant in experiment.variants:
+        for key, callable_name in _callables(variant_config(experiment, variant)):
+            load_callable(callable_name, key)
 
 
 def _module_exists(name: str) -> bool:

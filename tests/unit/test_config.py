@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from llmppo.errors import ConfigError
-from llmppo.experiment import load_experiment, merge, parse_experiment, variant_config
+from llmppo.experiment import import_callables, load_experiment, merge, parse_experiment, variant_config
 from llmppo.schema import json_schema, key_reference
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -178,9 +178,40 @@ def test_every_key_has_a_meaning_in_the_reference() -> None:
             {"dataset": {"train": "absent.jsonl", "eval": "absent.jsonl"}},
             "dataset.train: there is no file absent.jsonl",
         ),
+        (
+            {"base_model": {"kind": "pretrained", "path": "./absent"}},
+            "base_model.path: there is no directory ./absent",
+        ),
+        (
+            {
+                "dataset": {"generator": "llmppo.envs.reasoning_gym_env:generate", "kwargs": {"train": 5}},
+                "base_model": {
+                    "kind": "tiny",
+                    "warm_start": {
+                        "dialogues": "llmppo.envs.reasoning_gym_env:demonstration",
+                        "kwargs": {"seed": 0, "train": 6},
+                    },
+                },
+            },
+            r"base_model.warm_start.kwargs.train: 6, but the dataset has 5; .*held out",
+        ),
         ({"base_model": {"kind": "tiny", "heads": 3}}, r"base_model.heads: 3 must divide hidden_size \(96\)"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_runs(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_experiment({"name": "x", "base_model": {"kind": "tiny"}, **changes})
+
+
+def test_validation_imports_what_a_config_names() -> None:
+    experiment = parse_experiment(
+        {
+            "name": "x",
+            "base_model": {"kind": "tiny"},
+            "env": {"factory": "llmppo.envs.guess_number:GuesNumber"},
+        }
+    )
+    with pytest.raises(
+        ConfigError, match=r"env\.factory: .* has no `GuesNumber`; did you mean `GuessNumber`"
+    ):
+        import_callables(experiment)

@@ -12,15 +12,10 @@ def load_pretrained(config: PretrainedModelConfig) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    fault = path_fault(config.path)
+    if fault is not None:
+        raise ConfigError(f"base_model.path: {fault}")
     local = Path(config.path).expanduser()
-    if local.is_dir() and not (local / "config.json").is_file():
-        raise ConfigError(
-            f"base_model.path: {config.path} has no config.json; it isn't a model directory in Hugging Face format"
-        )
-    if not local.is_dir() and _looks_local(config.path):
-        raise ConfigError(
-            f"base_model.path: there is no directory {config.path}; give a model directory or a hub id such as `owner/name`"
-        )
     source = str(local) if local.is_dir() else config.path
     options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     try:
@@ -36,6 +31,16 @@ def load_pretrained(config: PretrainedModelConfig) -> tuple[Any, Any]:
         # Lengths are explicit everywhere, so the end token can serve as padding.
         tokenizer.pad_token = tokenizer.eos_token
     return model, tokenizer
+
+
+def path_fault(path: str) -> str | None:
+    """What is wrong with a model path, as far as it can be told without loading anything; None if nothing is."""
+    local = Path(path).expanduser()
+    if local.is_dir() and not (local / "config.json").is_file():
+        return f"{path} has no config.json; it isn't a model directory in Hugging Face format"
+    if not local.is_dir() and _looks_local(path):
+        return f"there is no directory {path}; give a model directory or a hub id such as `owner/name`"
+    return None
 
 
 def _looks_local(path: str) -> bool:
