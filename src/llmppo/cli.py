@@ -91,6 +91,59 @@ def ui(config: Path, results: Path | None, host: str, port: int) -> None:
 
 
 @main.command()
+@click.argument("results", type=FOLDER)
+@click.option("--variant", help="Variant; the first one without it.")
+@click.option("--seed", type=click.IntRange(min=0), help="Seed; the first one without it.")
+@click.option("--iteration", type=click.IntRange(min=0), help="Iteration; the latest one without it.")
+@click.option("--evaluation", is_flag=True, help="Evaluation episodes instead of training rollouts.")
+@click.option("--decoding", type=click.Choice(["sampled", "greedy"]), help="Which evaluation episodes.")
+@click.option(
+    "--only",
+    type=click.Choice(["first", "worst", "best", "truncated", "invalid", "failed", "changed"]),
+    default="first",
+    show_default=True,
+    help="Which episodes; `changed` are evaluation tasks that ended otherwise after `--since`.",
+)
+@click.option(
+    "--since", type=click.IntRange(min=0), default=0, show_default=True, help="Policy to compare with."
+)
+@click.option(
+    "--count", "-n", type=click.IntRange(min=1), default=3, show_default=True, help="Episodes to print."
+)
+def show(
+    results: Path,
+    variant: str | None,
+    seed: int | None,
+    iteration: int | None,
+    evaluation: bool,
+    decoding: str | None,
+    only: Any,
+    since: int,
+    count: int,
+) -> None:
+    """Print transcripts of RESULTS, the folder of an experiment: replies, rewards, values, advantages."""
+    from rich.console import Console
+
+    from llmppo.reporting import show as shown
+
+    chain = shown.chain_folder(results, variant, seed)
+    if only == "changed":
+        pairs = shown.changed(
+            shown.evaluation(chain, since, decoding), shown.evaluation(chain, iteration, decoding), count
+        )
+        chosen = [entry for pair in pairs for entry in pair]
+    else:
+        entries = (
+            shown.evaluation(chain, iteration, decoding) if evaluation else shown.rollouts(chain, iteration)
+        )
+        chosen = shown.choose(entries, only, count)
+    console = Console(highlight=False)
+    shown.show(console, chosen)
+    if not chosen:
+        console.print(f"no such episodes in {chain}")
+
+
+@main.command()
 @click.argument("file", type=FILE, default="config/config.yaml")
 def validate(file: Path) -> None:
     """Check an experiment YAML and say what it would run."""
