@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROWS, TOKENS, PROMPTS, NEW_TOKENS, EPISODES, TURNS = 8, 256, 8, 64, 64, 4
+PEER_MICRO = 4  # its backward passes; with all 8 rows it takes twice the memory and no less time
 
 # Each side: what it does, and the settings in which it differs from its library's defaults.
 OURS, PEER = {"library": "ours"}, {"library": "peer"}
@@ -42,7 +43,7 @@ SERIES: dict[str, dict[str, dict[str, Any]]] = {
         "shared": {**OURS, "top_layers": 8},
         "not shared": {**OURS, "top_layers": 8, "share": False},
     },
-    "rows": {str(rows): {**OURS, "rows": rows} for rows in (8, 16, 32)},
+    "rows": {str(rows): {**OURS, "rows": rows, "tokens": 128} for rows in (8, 16, 32)},
     "generation": {name: {**side, "task": "generate"} for name, side in (("ours", OURS), ("peer", PEER))},
     "iteration": {name: {**side, "task": "iterate"} for name, side in (("ours", OURS), ("peer", PEER))},
 }
@@ -69,7 +70,9 @@ def serve(side: dict[str, Any], model: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     settings = {
-        name: value for name, value in side.items() if name not in ("library", "task", "share", "rows")
+        name: value
+        for name, value in side.items()
+        if name not in ("library", "task", "share", "rows", "tokens")
     }
     rows = side.get("rows", ROWS)
     load = {"ours": load_ours, "peer": load_peer}[side["library"]]
@@ -83,25 +86,31 @@ def serve(side: dict[str, Any], model: str) -> None:
         prompts = prompt_rows(vocabulary)
         task = lambda: agent.get_action(prompts, training=True)  # noqa: E731
     else:
-        experiences, turn_ids = synthetic(rows, TOKENS, vocabulary)
+        experiences, turn_ids = synthetic(rows, side.get("tokens", TOKENS), vocabulary)
         task = lambda: agent.learn(experiences, turn_ids=turn_ids)  # noqa: E731
-    print(
-        json.dumps(count_passes(agent, decoder, rows) if "task" not in side else {}), file=answers, flush=True
-    )
+    passes = count_passes(agent, decoder, rows) if "task" not in side else {}
+    give_memory_back()
+    print(json.dumps(passes), file=answers, flush=True)
     for _ in sys.stdin:
         print(json.dumps(measured(task)), file=answers, flush=True)
 
 
 def measured(task: Any) -> dict[str, float]:
     """Seconds of a call, and its peak of resident memory over what was resident before."""
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = resident("VmRSS")
     wall, cpu = time.perf_counter(), time.process_time()
     task()
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    return {"wall_s": wall, "cpu_s": cpu, "memory_mb": resident("VmHWM") - before}
+    found = {"wall_s": wall, "cpu_s": cpu, "memory_mb": resident("VmHWM") - before}
+    give_memory_back()
+    return found
+
+
+def give_memory_back() -> None:
+    """So that a side's peak starts from the loaded model, and the others have room."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def resident(field: str) -> float:
@@ -174,7 +183,7 @@ def game_settings() -> dict[str, Any]:
     return {
         "batch_size": EPISODES, "mini_batch_size": 16, "micro_batch_size_per_gpu": 16, "lr_actor": 1e-3,
         "lr_critic": 1e-3, "beta": 0.01, "top_k": 0, "max_output_tokens": 8, "max_model_len": 512,
-        "advantage_granularity": "turn", "hf_generate_chunk_size": EPISODES, "gradient_checkpointing": False,
+        "advantage_granularity": "turn", "gradient_checkpointing": False,
     }  # fmt: skip
 
 
@@ -245,7 +254,11 @@ def load_peer(model: str, rows: int, settings: dict[str, Any], task: str) -> tup
     tokenizer = AutoTokenizer.from_pretrained(model)
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     base._agilerl_liger_patched = True  # its Triton kernels crash on a CPU
-    extra = {"learn": {"mini_batch_size": rows}, "generate": reply_length(), "iterate": game_settings()}[task]
+    extra = {
+        "learn": {"mini_batch_size": rows, "micro_batch_size_per_gpu": PEER_MICRO},
+        "generate": reply_length(),
+        "iterate": {**game_settings(), "hf_generate_chunk_size": EPISODES},
+    }[task]
     agent = LLMPPO(
         actor_network=AutoModelForCausalLMWithValueHead(base),
         pad_token_id=tokenizer.pad_token_id,

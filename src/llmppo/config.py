@@ -439,6 +439,10 @@ class PPOConfig(Section):
         False, description="Recompute layer activations in the backward pass."
     )
     calc_position_embeddings: bool = Field(True, description="Pass explicit position ids to the model.")
+    use_sequence_packing: bool = Field(
+        False,
+        description="Put the rows of a micro-batch one after the other into one row, without padding, in every pass.",
+    )
 
     @model_validator(mode="after")
     def _batches(self) -> Self:
@@ -449,6 +453,10 @@ class PPOConfig(Section):
         micro, mini = self.micro_batch_size_per_gpu, self.mini_batch_size or self.batch_size
         if micro is not None and micro > mini:
             raise ValueError(f"micro_batch_size_per_gpu ({micro}) exceeds the mini-batch ({mini})")
+        if self.use_sequence_packing and not self.calc_position_embeddings:
+            raise ValueError(
+                "use_sequence_packing tells rows apart by their positions: it needs calc_position_embeddings"
+            )
         schedule = self.cosine_lr_schedule_config
         if schedule is not None and self.critic_warmup_steps >= schedule.num_steps:
             raise ValueError(

@@ -49,6 +49,7 @@ WARMUP_FIELDS = (
     "use_separate_reference_adapter",
     "gradient_checkpointing",
     "calc_position_embeddings",
+    "use_sequence_packing",
 )
 
 

@@ -199,7 +199,7 @@ def test_the_id_that_pads_rows_changes_nothing(monkeypatch):
     for pad in (0, 13):
         monkeypatch.setattr(
             Passes,
-            "_pad_ids",
+            "_ids",
             lambda self, rows, pad=pad: torch.nn.utils.rnn.pad_sequence(
                 [self.batch.token_ids[row] for row in rows], batch_first=True, padding_value=pad
             ),

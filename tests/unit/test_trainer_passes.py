@@ -1,6 +1,7 @@
 """The forward budget: rows through the base model and positions through the output head, counted by hooks."""
 
 from collections import Counter
+from itertools import product
 
 import pytest
 import torch
@@ -13,18 +14,23 @@ ROWS, TOKENS = len(EPISODES), sum(map(sum, EPISODES))
 
 
 class Meter:
-    """Counts rows forward (with and without gradient) and backward in a layer, and head positions."""
+    """Counts rows and tokens forward (recomputation included) and backward in a layer, and head positions."""
 
     def __init__(self, agent, layer=-1):
-        self.rows = Counter()
-        agent.model.decoder.layers[layer].register_forward_hook(self.layer)
+        self.rows, self.tokens = Counter(), Counter()
+        # The MLP, since a layer that is recomputed calls its parts again, not itself, and the last of them not to its end.
+        mlp = agent.model.decoder.layers[layer].mlp
+        mlp.register_forward_pre_hook(lambda module, args: self.count("forward", args[0]))
+        mlp.register_forward_hook(self.gradient)
         agent.model.head.module.register_forward_hook(self.head)
 
-    def layer(self, module, args, output):
-        hidden = output[0] if isinstance(output, tuple) else output
-        self.rows["forward"] += len(hidden)
-        if hidden.requires_grad:
-            hidden.register_hook(lambda gradient: self.rows.update(backward=len(gradient)))
+    def gradient(self, module, args, output):
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self.count("backward", gradient))
+
+    def count(self, direction, states):
+        self.rows[direction] += len(states)
+        self.tokens[direction] += states.shape[0] * states.shape[1]
 
     def head(self, module, args, output):
         self.rows["head"] += output.reshape(-1, output.shape[-1]).shape[0]
@@ -60,6 +66,45 @@ def budget(epochs=1, **settings):
 def test_forward_budget(settings, forward, backward, head):
     """In units of one pass over every row; head in units of one pass over every action token."""
     assert budget(**settings) == (forward, backward, head)
+
+
+# Passes over every row: without gradient beside the reference's, and with one.
+NEEDED = {
+    ("one step", "adapter"): (0, 2),  # the critic's gives the values, the actor's the old log-probs
+    ("one step", "head"): (1, 1),  # values first: advantages must be known before the only gradient pass
+    ("several steps", "adapter"): (2, 2 * 3),  # old log-probs and values first, then both in each of 3 epochs
+    ("several steps", "head"): (1, 3),  # one trunk pass gives both
+}
+
+
+@pytest.mark.parametrize(
+    ("beta", "steps", "critic", "recompute", "packing"),
+    product((0.0, 0.1), ("one step", "several steps"), ("adapter", "head"), (False, True), (False, True)),
+)
+def test_passes_of_every_combination(beta, steps, critic, recompute, packing):
+    """Token-forwards and token-backwards for each token of a row, and head rows for each action token.
+
+    With one step and an adapter critic: 3 f + 2 b with KL, 2 f + 2 b without; recomputation adds a forward to
+    each gradient pass.
+    """
+    agent = tiny_agent(
+        beta=beta, critic=critic, update_epochs=1 if steps == "one step" else 3,
+        gradient_checkpointing=recompute, use_sequence_packing=packing,
+    )  # fmt: skip
+    meter, batch = Meter(agent), made_up_batch()
+    agent.learn(batch)
+    plain, gradient = NEEDED[steps, critic]
+    reference = beta > 0
+    computed = sum(batch.lengths) if packing else ROWS * max(batch.lengths)
+    assert meter.tokens["forward"] / computed == reference + plain + gradient * (1 + recompute)
+    assert meter.tokens["backward"] / computed == gradient
+    scored = gradient // (2 if critic == "adapter" else 1)  # gradient passes of the actor
+    assert meter.rows["head"] / TOKENS == reference + (steps == "several steps") + 2 * scored
+    if (steps, critic, recompute) == ("one step", "adapter", False):
+        assert (meter.tokens["forward"] / computed, meter.tokens["backward"] / computed) == (
+            3 if beta else 2,
+            2,
+        )
 
 
 def test_frozen_layers_run_once_a_batch():

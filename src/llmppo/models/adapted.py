@@ -6,7 +6,7 @@ once, and later passes start from its output.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from llmppo.config import LoraSection
 from llmppo.errors import ConfigError
 from llmppo.models.head import OutputHead
+from llmppo.models.packing import BY_ROW, row_positions
 from llmppo.models.routing import AdapterRouter, Route
 from llmppo.seeding import derive_seed
 
@@ -195,25 +196,36 @@ class AdaptedModel:
                 layers[number] = kept[number]
             self.decoder.norm = norm
 
-    def lower(self, token_ids: Tensor) -> Tensor:
+    def lower(self, token_ids: Tensor, packed: Sequence[int] | None = None) -> Tensor:
         """[B, T] ids to [B, T, H]: the output of the frozen layers below the first adapted one."""
         with torch.no_grad(), self._only_layers("lower"):
-            return self._decode(input_ids=token_ids)
+            return self._decode(packed, input_ids=token_ids)
 
-    def hidden(self, token_ids: Tensor, route: Route, lower: Tensor | None = None) -> Tensor:
+    def hidden(
+        self,
+        token_ids: Tensor,
+        route: Route,
+        lower: Tensor | None = None,
+        packed: Sequence[int] | None = None,
+    ) -> Tensor:
         """Final hidden states [B, T, H] of right-padded rows, each through its adapter of `route`.
 
         The route must be set by the caller too (`router.using`) while a backward pass is to follow.
-        `lower` [B, T, H] is the stored output of `lower` for the same rows.
+        `lower` [B, T, H] is the stored output of `lower` for the same rows. `packed` says that `token_ids` [1, T] are
+        rows of these lengths, one after the other (see `packing`).
         """
         with self.router.using(route):
             if lower is None:
-                return self._decode(input_ids=token_ids)
+                return self._decode(packed, input_ids=token_ids)
             with self._only_layers("upper"):
-                return self._decode(inputs_embeds=lower)
+                return self._decode(packed, inputs_embeds=lower)
 
-    def _decode(self, **inputs: Tensor) -> Tensor:
-        if self.explicit_positions:
+    def _decode(self, packed: Sequence[int] | None, **inputs: Any) -> Tensor:
+        if packed is not None:
+            inputs["position_ids"] = row_positions(packed, self.device)
+            if self.base.config._attn_implementation == BY_ROW:
+                inputs["row_lengths"] = packed
+        elif self.explicit_positions:
             rows = next(iter(inputs.values()))
             inputs["position_ids"] = torch.arange(rows.shape[1], device=rows.device)[None, :]
         return self.decoder(**inputs, use_cache=False).last_hidden_state
@@ -246,6 +258,28 @@ class AdaptedModel:
             if ".lora_A." not in name and ".lora_B." not in name
         }
 
+    def packing(self, on: bool) -> None:
+        """Let `packed` passes run, where attention keeps packed rows apart.
+
+        Raises ConfigError where it doesn't: recurrent layers, or an attention that makes no mask of positions.
+        """
+        attention = self.base.config._attn_implementation
+        if not on:
+            if attention == BY_ROW:
+                self.base.set_attn_implementation("sdpa")
+            return
+        if attention == "sdpa":
+            self.base.set_attn_implementation(BY_ROW)
+        tokens, route = torch.arange(7, device=self.device)[None] % self.head.vocabulary, ((None, -1),)
+        with torch.no_grad():
+            apart = [self.hidden(row, route) for row in tokens.split((4, 3), dim=1)]
+            together = self.hidden(tokens, route, packed=(4, 3))
+        if not self._close(together, torch.cat(apart, dim=1)):
+            raise ConfigError(
+                f"ppo.use_sequence_packing: {type(self.base).__name__} with {attention} attention doesn't keep packed rows "
+                "apart; load it with sdpa, eager, flex_attention or flash_attention_2, or switch packing off"
+            )
+
     def adapter_state(self, name: str) -> dict[str, Tensor]:
         """Weights of one adapter by layer name."""
         state = {}
@@ -271,24 +305,23 @@ class AdaptedModel:
             for key, tensor in own.items():
                 tensor.copy_(state[key])
 
+    def _close(self, found: Tensor, expected: Tensor) -> bool:
+        tolerance = 1e-4 if self.base.dtype == torch.float32 else 5e-2
+        return torch.allclose(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+
     def _check_forward(self) -> None:
         """Compare our two-part forward and head with the model's own logits, once."""
         tokens = torch.arange(5, device=self.device)[None, :] % self.head.vocabulary
         with torch.no_grad(), self.router.using(((None, -1),)):
             expected = self.base(input_ids=tokens, use_cache=False).logits.float()
             ours = self.head.logits(self.hidden(tokens, ((None, -1),)))
-            tolerance = 1e-4 if expected.dtype == torch.float32 and self.base.dtype == torch.float32 else 5e-2
-            if not torch.allclose(
-                ours, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())
-            ):
+            if not self._close(ours, expected):
                 raise ConfigError(
                     f"the output head of {type(self.base).__name__} does something to its logits that isn't known here"
                 )
             if self.first_adapted:
                 split = self.head.logits(self.hidden(tokens, ((None, -1),), self.lower(tokens)))
-                if not torch.allclose(
-                    split, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())
-                ):
+                if not self._close(split, expected):
                     warnings.warn(
                         f"{type(self.base).__name__}: layers can't be run in two parts; the frozen ones are run for every role",
                         stacklevel=3,

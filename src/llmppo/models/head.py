@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from llmppo.errors import ConfigError
 
-TILE_BYTES = 256 * 2**20
+TILE_BYTES = 32 * 2**20
 
 
 def default_tile_rows(vocabulary: int) -> int:
-    """Positions whose fp32 logits take 256 MiB, between 128 and 4096."""
+    """Positions whose fp32 logits take 32 MiB, between 128 and 4096: a tile's gradient holds several times as much."""
     return max(128, min(4096, TILE_BYTES // (4 * vocabulary)))
 
 
@@ -68,16 +68,20 @@ class TokenScorer:
         logit_bias: Mapping[int, float] | None = None,
         tile_rows: int | None = None,
         reduce_in_fp32: bool = True,
+        entropy_gradient: bool = True,
     ) -> None:
         self.head = head
         self.temperature = temperature
         self.tile_rows = tile_rows or default_tile_rows(head.vocabulary)
         self.reduce_in_fp32 = reduce_in_fp32
+        self.entropy_gradient = entropy_gradient
         self.bias: Tensor | None = None
         if logit_bias:
             self.bias = bias_row(logit_bias, head.vocabulary)
 
-    def _tile(self, hidden: Tensor, tokens: Tensor, support: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _tile(
+        self, hidden: Tensor, tokens: Tensor, support: Tensor | None, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
         logits = self.head.logits(hidden)
         if not self.reduce_in_fp32:
             logits = logits.to(hidden.dtype)
@@ -92,31 +96,36 @@ class TokenScorer:
             restricted = (support >= 0).any(dim=1, keepdim=True)
             logits = torch.where(allowed | ~restricted, logits, torch.full_like(logits, -torch.inf))
         logs = torch.log_softmax(logits, dim=-1)
-        finite = torch.where(torch.isfinite(logs), logs, torch.zeros_like(logs))
-        entropy = -(logs.exp() * finite).sum(dim=-1)
-        return logs.gather(1, tokens[:, None]).squeeze(1).float(), entropy.float()
+        logp = logs.gather(1, tokens[:, None]).squeeze(1).float()
+        if not entropy:
+            return logp, None
+        # Last, so that recomputation in the backward pass stops before it where it has no gradient.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropy_gradient):
+            finite = logs
+            if support is not None or self.bias is not None:
+                finite = torch.where(torch.isfinite(logs), logs, torch.zeros_like(logs))
+            return logp, -(logs.exp() * finite).sum(dim=-1).float()
 
     def __call__(
-        self, hidden: Tensor, tokens: Tensor, supports: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, hidden: Tensor, tokens: Tensor, supports: Tensor | None = None, *, entropy: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
         """Log-probs and true entropies, fp32 [n], of `tokens` [n] at hidden states [n, H].
 
+        Without `entropy` the second is None. It has a gradient only with `entropy_gradient`.
         `supports` [n, S] lists the token ids that could be sampled, padded with -1; a row without any is
         unrestricted. A token outside its support has log-prob -inf.
         """
-        logps, entropies = [], []
+        logps: list[Tensor] = []
+        entropies: list[Tensor] = []
         for start in range(0, hidden.shape[0], self.tile_rows):
             rows = slice(start, start + self.tile_rows)
-            support = None if supports is None else supports[rows]
+            tile = hidden[rows], tokens[rows], None if supports is None else supports[rows], entropy
             if torch.is_grad_enabled() and hidden.requires_grad:
-                logp, entropy = checkpoint(
-                    self._tile, hidden[rows], tokens[rows], support, use_reentrant=False
-                )
+                logp, spread = checkpoint(self._tile, *tile, use_reentrant=False)
             else:
-                logp, entropy = self._tile(hidden[rows], tokens[rows], support)
+                logp, spread = self._tile(*tile)
             logps.append(logp)
-            entropies.append(entropy)
-        if not logps:
-            empty = hidden.new_zeros(0, dtype=torch.float32)
-            return empty, empty
-        return torch.cat(logps), torch.cat(entropies)
+            if spread is not None:
+                entropies.append(spread)
+        empty = hidden.new_zeros(0, dtype=torch.float32)
+        return torch.cat([empty, *logps]), torch.cat([empty, *entropies]) if entropy else None

@@ -1,8 +1,8 @@
 """Which LoRA adapter each row of a pass goes through.
 
 Every LoRA layer's forward is replaced by one that reads a shared route: consecutive groups of rows,
-each with an adapter name or None for the bare base. The base layer runs once over all rows. A route
-must stay set until the backward pass has run, since gradient checkpointing runs the forward again.
+each with an adapter name or None for the bare base. The groups of a single packed row are runs of its tokens.
+The base layer runs once over all rows. A route must stay set until the backward pass has run, since gradient checkpointing runs the forward again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from llmppo.errors import ConfigError
 
 Route = Sequence[
     tuple[str | None, int]
-]  # (adapter, number of rows); a single group may say -1 rows: all of them
+]  # (adapter, number of rows, or of tokens in a packed row); a single group may say -1: all of them
 
 
 class AdapterRouter:
@@ -71,18 +71,20 @@ def _routed_forward(layer: Any, router: AdapterRouter) -> Any:
             name = route[0][0]
             return result if name is None else result + _delta(layer, name, x, result.dtype)
         pieces, start = [], 0
-        for name, rows in route:
-            piece = result[start : start + rows]
+        axis = int(len(x) == 1)  # several groups in one row: it is packed
+        for name, count in route:
+            piece = result.narrow(axis, start, count)
             if name is not None:
-                piece = piece + _delta(layer, name, x[start : start + rows], result.dtype)
+                piece = piece + _delta(layer, name, x.narrow(axis, start, count), result.dtype)
             pieces.append(piece)
-            start += rows
-        return torch.cat(pieces)
+            start += count
+        return torch.cat(pieces, dim=axis)
 
     return forward
 
 
 def _delta(layer: Any, adapter: str, x: Tensor, dtype: torch.dtype) -> Tensor:
     down, up = layer.lora_A[adapter], layer.lora_B[adapter]
-    delta = nn.functional.linear(nn.functional.linear(x.to(down.weight.dtype), down.weight), up.weight)
-    return (delta * layer.scaling[adapter]).to(dtype)
+    # Scaled between the two matrices, where there are only `rank` numbers a token.
+    narrow = nn.functional.linear(x.to(down.weight.dtype), down.weight) * layer.scaling[adapter]
+    return nn.functional.linear(narrow, up.weight).to(dtype)

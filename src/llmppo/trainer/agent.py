@@ -100,6 +100,7 @@ class LLMPPO(Bookkeeping):
         )
         self.model.checkpointing(self.config.gradient_checkpointing)
         self.model.explicit_positions = self.config.calc_position_embeddings
+        self.model.packing(self.config.use_sequence_packing)
         self.optimizer = RoleOptimizer(self.model, self.config)
         self.running_returns = RunningReturns(enabled=self.config.normalize_returns)
         # Ids that end a reply; empty asks the model's config.
@@ -350,6 +351,7 @@ class LLMPPO(Bookkeeping):
             logit_bias=sampling.logit_bias,
             tile_rows=config.chunk_rows,
             reduce_in_fp32=config.cast_logprobs_to_fp32,
+            entropy_gradient=config.ent_coef > 0,
         )
         micro = config.micro_batch_size_per_gpu or config.mini_batch_size
         units = {
@@ -360,7 +362,14 @@ class LLMPPO(Bookkeeping):
         return Update(
             model=self.model,
             optimizer=self.optimizer,
-            passes=Passes(self.model, scorer, batch, micro, config.max_tokens_per_micro_batch),
+            passes=Passes(
+                self.model,
+                scorer,
+                batch,
+                micro,
+                config.max_tokens_per_micro_batch,
+                config.use_sequence_packing,
+            ),
             batch=batch,
             config=config,
             max_turns=self.max_turns,

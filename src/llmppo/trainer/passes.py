@@ -3,13 +3,16 @@
 Rows are sorted by length before they are cut, so padding stays small. The frozen layers below the
 first adapted one run once a batch (`prepare`); every later pass of any role starts from their output.
 `rows` are always episodes; an episode runs as one row for each of its segments, all in the same micro-batch.
+With `packing` the rows of a micro-batch are put one after the other into a single row, without padding.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from llmppo.models.adapted import ACTOR, AdaptedModel
 from llmppo.models.head import TokenScorer
@@ -18,7 +21,10 @@ from llmppo.trainer.batch import UpdateBatch
 
 @dataclass(frozen=True)
 class RoleOutput:
-    """What one role's rows gave, per action token [b, N]; bootstrap [b] is the value after the last token."""
+    """What one role's rows gave, per action token [b, N]; bootstrap [b] is the value after the last token.
+
+    Only gradient passes give entropies.
+    """
 
     logprobs: Tensor | None = None
     entropies: Tensor | None = None
@@ -45,31 +51,36 @@ class Passes:
         batch: UpdateBatch,
         micro_rows: int | None,
         micro_tokens: int | None,
+        packing: bool = False,
     ) -> None:
         self.model, self.scorer, self.batch = model, scorer, batch
-        self.micro_rows, self.micro_tokens = micro_rows, micro_tokens
+        self.micro_rows, self.micro_tokens, self.packing = micro_rows, micro_tokens, packing
         self.lower: list[list[Tensor]] | None = None  # of each segment of each episode
         self.tokens_real = 0
         self.tokens_padded = 0
 
     def micro_batches(self, rows: Sequence[int]) -> list[list[int]]:
         """Cut rows, shortest first, under the row and padded-token bounds."""
-        segments = self.batch.segments
-        longest = [max(layout) for layout in segments]
+        longest = [max(layout) for layout in self.batch.segments]
         limit = self.micro_rows or len(rows)
         cuts: list[list[int]] = []
         for row in sorted(rows, key=lambda row: (longest[row], row)):
             full = not cuts or len(cuts[-1]) >= limit
             if full or (
-                self.micro_tokens is not None
-                and self._forward_rows([*cuts[-1], row]) * longest[row] > self.micro_tokens
+                self.micro_tokens is not None and self._forward_tokens([*cuts[-1], row]) > self.micro_tokens
             ):
                 cuts.append([])
             cuts[-1].append(row)
         return cuts
 
-    def _forward_rows(self, rows: Sequence[int]) -> int:
-        return sum(len(self.batch.segments[row]) for row in rows)
+    def _lengths(self, rows: Sequence[int]) -> list[int]:
+        """Tokens of each row of a forward pass."""
+        return [length for row in rows for length in self.batch.segments[row]]
+
+    def _forward_tokens(self, rows: Sequence[int]) -> int:
+        """Tokens that a pass over `rows` computes, padding included."""
+        lengths = self._lengths(rows)
+        return sum(lengths) if self.packing else len(lengths) * max(lengths)
 
     def prepare(self) -> None:
         """Run the frozen layers once for every row, if the model has any below its first adapter."""
@@ -77,64 +88,78 @@ class Passes:
             return
         stored: list[list[Tensor]] = [[] for _ in range(len(self.batch))]
         for rows in self.micro_batches(range(len(self.batch))):
-            states = iter(self.model.lower(self._pad_ids(rows)))
+            lengths = self._lengths(rows)
+            if self.packing:
+                states = self.model.lower(self._ids(rows), lengths)[0].split(lengths)
+            else:
+                states = self.model.lower(self._ids(rows)).unbind()
+            pieces = iter(zip(states, lengths, strict=True))
             for row in rows:
-                stored[row] = [next(states)[:length].clone() for length in self.batch.segments[row]]
+                stored[row] = [
+                    state[:length].clone() for state, length in islice(pieces, len(self.batch.segments[row]))
+                ]
         self.lower = stored
 
-    def _pad_ids(self, rows: Sequence[int]) -> Tensor:
-        tokens = [
-            segment for row in rows for segment in self.batch.token_ids[row].split(self.batch.segments[row])
-        ]
-        return torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True).to(self.model.device)
+    def _ids(self, rows: Sequence[int]) -> Tensor:
+        return self._join(
+            [segment for row in rows for segment in self.batch.token_ids[row].split(self.batch.segments[row])]
+        ).to(self.model.device)
 
-    def _pad_lower(self, rows: Sequence[int]) -> Tensor | None:
-        if self.lower is None:
-            return None
-        states = [segment for row in rows for segment in self.lower[row]]
-        return torch.nn.utils.rnn.pad_sequence(states, batch_first=True)
+    def _lower(self, rows: Sequence[int]) -> Tensor | None:
+        return (
+            None
+            if self.lower is None
+            else self._join([segment for row in rows for segment in self.lower[row]])
+        )
+
+    def _join(self, segments: list[Tensor]) -> Tensor:
+        """Rows of a forward pass [b, T], or [1, T] packed."""
+        return torch.cat(segments)[None] if self.packing else pad_sequence(segments, batch_first=True)
 
     def route(self, rows: Sequence[int], roles: Sequence[RolePass]) -> tuple[tuple[str | None, int], ...]:
-        return (
-            tuple((role.adapter, self._forward_rows(rows)) for role in roles)
-            if len(roles) > 1
-            else ((roles[0].adapter, -1),)
-        )
+        if len(roles) == 1:
+            return ((roles[0].adapter, -1),)
+        lengths = self._lengths(rows)
+        return tuple((role.adapter, sum(lengths) if self.packing else len(lengths)) for role in roles)
 
     def run(
         self, rows: Sequence[int], roles: Sequence[RolePass], bootstrap: bool = False
     ) -> list[RoleOutput]:
         """One pass over the base for all `roles` together; outputs are cut to the rows' longest N."""
         part = self.batch.rows(rows)
-        ids, lower = self._pad_ids(rows), self._pad_lower(rows)
+        ids, lower = self._ids(rows), self._lower(rows)
         self.tokens_real += sum(part.lengths) * len(roles)
         self.tokens_padded += ids.numel() * len(roles)
-        copies, count = len(roles), len(ids)
-        if copies > 1:
-            ids = ids.repeat(copies, 1)
-            lower = None if lower is None else lower.repeat(copies, 1, 1)
-        hidden = self.model.hidden(ids, self.route(rows, roles), lower)
-        outputs = []
-        for number, role in enumerate(roles):
-            outputs.append(self._read(hidden[number * count : (number + 1) * count], part, role, bootstrap))
-        return outputs
+        axis, size = int(self.packing), ids.shape[int(self.packing)]
+        if len(roles) > 1:
+            ids = torch.cat([ids] * len(roles), dim=axis)
+            lower = None if lower is None else torch.cat([lower] * len(roles), dim=axis)
+        packed = self._lengths(rows) * len(roles) if self.packing else None
+        hidden = self.model.hidden(ids, self.route(rows, roles), lower, packed)
+        return [
+            self._read(states, part, role, bootstrap)
+            for states, role in zip(hidden.split(size, dim=axis), roles, strict=True)
+        ]
 
     def _read(self, hidden: Tensor, part: UpdateBatch, role: RolePass, bootstrap: bool) -> RoleOutput:
         mask = part.mask.to(hidden.device)
-        row_index, position = (place.to(hidden.device)[mask] for place in forward_places(part))
-        states = hidden[row_index, position]  # [n, H]
+        places = forward_places(part, part.positions, self.packing)
+        row, position = (place.to(hidden.device)[mask] for place in places)
+        states = hidden[row, position]  # [n, H]
         logprobs = entropies = values = after = None
         if role.score:
             supports = None if part.supports is None else part.supports.to(hidden.device)[mask]
-            logp, entropy = self.scorer(states, part.targets.to(hidden.device)[mask], supports)
-            logprobs, entropies = _scatter(logp, mask), _scatter(entropy, mask)
+            targets = part.targets.to(hidden.device)[mask]
+            logp, entropy = self.scorer(states, targets, supports, entropy=torch.is_grad_enabled())
+            logprobs = _scatter(logp, mask)
+            entropies = None if entropy is None else _scatter(entropy, mask)
         if role.value:
             values = _scatter(self.model.values(states), mask)
             if bootstrap:
-                last = torch.tensor([layout[-1] for layout in part.segments], device=hidden.device) - 1
-                last_row = torch.tensor([len(layout) for layout in part.segments]).cumsum(0) - 1
+                last = forward_places(part, torch.tensor(part.lengths)[:, None] - 1, self.packing)
+                row, position = (place[:, 0].to(hidden.device) for place in last)
                 with torch.no_grad():
-                    after = self.model.values(hidden[last_row.to(hidden.device), last])
+                    after = self.model.values(hidden[row, position])
         return RoleOutput(logprobs, entropies, values, after)
 
     @torch.no_grad()
@@ -145,7 +170,7 @@ class Passes:
         results = [
             RoleOutput(
                 torch.zeros(count, width, device=device) if role.score else None,
-                torch.zeros(count, width, device=device) if role.score else None,
+                None,
                 torch.zeros(count, width, device=device) if role.value else None,
                 torch.zeros(count, device=device) if role.value and bootstrap else None,
             )
@@ -153,7 +178,7 @@ class Passes:
         ]
         for rows in self.micro_batches(range(count)):
             for result, output in zip(results, self.run(rows, roles, bootstrap), strict=True):
-                for name in ("logprobs", "entropies", "values"):
+                for name in ("logprobs", "values"):
                     whole, piece = getattr(result, name), getattr(output, name)
                     if whole is not None:
                         whole[rows, : piece.shape[1]] = piece
@@ -171,17 +196,19 @@ class Passes:
         return RolePass(self.model.critic_route, value=True)
 
 
-def forward_places(part: UpdateBatch) -> tuple[Tensor, Tensor]:
-    """Row and position [B, N] of each action's state in a forward pass with a row for each segment."""
+def forward_places(part: UpdateBatch, positions: Tensor, packing: bool) -> tuple[Tensor, Tensor]:
+    """Row and position [B, n] in a forward pass of the transcripts' `positions` [B, n]."""
+    if packing:
+        lengths = torch.tensor(part.lengths)
+        starts = lengths.cumsum(0) - lengths
+        return torch.zeros_like(positions), starts[:, None] + positions
     counts = torch.tensor([len(layout) for layout in part.segments])
-    lengths = torch.nn.utils.rnn.pad_sequence(
-        [torch.tensor(layout) for layout in part.segments], batch_first=True
-    )
+    lengths = pad_sequence([torch.tensor(layout) for layout in part.segments], batch_first=True)
     ends = lengths.cumsum(dim=1)  # [B, S]; padded segments are empty and end with the episode
-    segment = torch.searchsorted(ends, part.positions.contiguous(), right=True)
+    segment = torch.searchsorted(ends, positions.contiguous(), right=True)
     segment = segment.clamp(max=lengths.shape[1] - 1)
     first_row = counts.cumsum(0) - counts
-    return first_row[:, None] + segment, part.positions - (ends - lengths).gather(1, segment)
+    return first_row[:, None] + segment, positions - (ends - lengths).gather(1, segment)
 
 
 def _scatter(values: Tensor, mask: Tensor) -> Tensor:

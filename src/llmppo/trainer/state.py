@@ -74,6 +74,8 @@ class AgentState:
         if config.gradient_checkpointing != self.config.gradient_checkpointing:
             self.model.checkpointing(config.gradient_checkpointing)
         self.model.explicit_positions = config.calc_position_embeddings
+        if config.use_sequence_packing != self.config.use_sequence_packing:
+            self.model.packing(config.use_sequence_packing)
         self.running_returns.enabled = config.normalize_returns
         self.config, self.sampling = config, sampling
         self._engine = None
