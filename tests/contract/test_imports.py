@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from llmppo.cli import main
 from llmppo.config import ExperimentConfig
 from llmppo.experiment import load_experiment, variant_config
 from llmppo.stage_settings import stage_settings
+from llmppo.testing.results import game_config, write_results
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HEAVY = [
@@ -74,17 +76,53 @@ def test_planning_loads_no_model_library() -> None:
     assert loaded_by(code) == {"pydantic", "yaml"}
 
 
-@pytest.mark.parametrize(
-    ("stage", "expected"),
-    [
-        ("base_model", set()),
-        ("rollout", {"numpy", "pyarrow"}),
-        ("update", {"numpy", "pyarrow"}),
-        ("critic_warmup", {"numpy", "pyarrow"}),
-        ("evaluate", {"numpy", "pyarrow"}),
-        ("export", {"numpy"}),
-        ("track", set()),
-    ],
-)
-def test_a_stages_module_loads_model_libraries_only_when_it_runs(stage: str, expected: set[str]) -> None:
-    assert loaded_by(f"import llmppo.stages.{stage}") - {"pydantic", "yaml"} <= expected
+# What the module of each stage loads, before it runs.
+OF_A_MODULE = {
+    "base_model": {"pydantic"},
+    "dataset": {"pydantic"},
+    "baselines": {"pydantic", "numpy"},
+    "rollout": {"pydantic", "numpy", "pyarrow"},
+    "critic_warmup": {"pydantic", "numpy", "pyarrow"},
+    "update": {"pydantic", "numpy", "pyarrow"},
+    "evaluate": {"pydantic", "numpy", "pyarrow"},
+    "export": {"pydantic", "numpy", "yaml"},
+    "variant_config": {"yaml"},
+    "mlflow_init": set(),
+    "track": set(),
+    "report": {"pydantic", "numpy", "yaml"},
+}
+NO_STAGES = {"run", "ui", "validate", "schema", "show"}
+
+
+def test_every_stage_is_in_the_table() -> None:
+    assert {command.replace("-", "_") for command in main.commands.keys() - NO_STAGES} == OF_A_MODULE.keys()
+
+
+@pytest.mark.parametrize("stage", OF_A_MODULE)
+def test_a_stages_module_loads_what_it_must(stage: str) -> None:
+    assert loaded_by(f"import llmppo.stages.{stage}") == OF_A_MODULE[stage]
+
+
+def test_report_and_tracker_load_no_model_library(tmp_path: Path) -> None:
+    config, folder, baselines = write_results(
+        tmp_path, game_config(seeds=[0], iterations=2, evaluation={"every": 2, "episodes": 4})
+    )
+    report = loaded(
+        *("report", "--settings", json.dumps(stage_settings(config, "report")), "--results", folder),
+        *("--baselines", baselines, "--out", folder / "report" / "report.html"),
+    )
+    # Arrow imports pandas once it is there, when it makes its first array.
+    assert report == {"pydantic", "numpy", "yaml", "matplotlib", "pyarrow", "pandas"}
+    tracked = loaded(
+        *("track", "--settings", settings(variant_config(config, "main"), "track"), "--experiment", "game"),
+        *("--variant", "main", "--seed", 0, "--run-dir", folder / "main" / "seed-0"),
+        *("--uri", f"sqlite:///{tmp_path}/mlflow.db", "--out", tmp_path / "tracking.json"),
+    )
+    assert "mlflow" in tracked
+    assert not tracked & {"torch", "transformers", "peft", "sklearn", "matplotlib"}
+
+
+def test_the_worker_has_what_its_stages_will_import() -> None:
+    held = loaded_by("from llmppo.worker.server import import_libraries\nimport_libraries()")
+    assert held >= {"torch", "transformers", "peft", "numpy", "pyarrow", "pandas", "pydantic", "yaml"}
+    assert not held & {"sklearn", "matplotlib", "mlflow", "snakemake"}

@@ -163,7 +163,7 @@ def test_a_chain_of_stages_gives_the_bytes_of_cold_ones(workflow: Workflow, thre
     warm, cold = chain("warm"), chain("cold", **{WORKER: OFF})
     assert len(warm) == 6
     assert warm == cold
-    for told in ("rollout in process", "critic-warmup in process", "ready"):
+    for told in ("rollout in process", "critic-warmup in process", "ready for workflow"):
         assert workflow.told().count(told) == 1
 
 
@@ -221,7 +221,7 @@ def test_a_killed_worker_takes_its_children_along_and_is_replaced(workflow: Work
     wait_for(lambda: workflow.workers() == [])
     assert list((Path(workflow.env["XDG_RUNTIME_DIR"]) / "llmppo").glob("*.sock"))  # a stale socket
     workflow.run(*workflow.rollout("b.parquet"))
-    assert workflow.told().count("ready") == 2
+    assert workflow.told().count("ready for workflow") == 2
     assert (workflow.folder / "a.parquet").read_bytes() == (workflow.folder / "b.parquet").read_bytes()
 
 

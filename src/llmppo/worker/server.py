@@ -194,6 +194,7 @@ def import_libraries() -> None:
     from llmppo.stages.loading import import_model_libraries
 
     import_model_libraries()
+    import pyarrow
     import tqdm  # type: ignore[import-untyped]
 
     from llmppo.engines import hf
@@ -202,6 +203,7 @@ def import_libraries() -> None:
     from llmppo.trajectories import collect
 
     tqdm.tqdm.monitor_interval = 0  # its monitor is a thread
+    pyarrow.array([0])  # the first array imports pandas, which takes half a second
     assert all((hf, base_model, critic_warmup, evaluate, export, rollout, update, agent, checkpoint, collect))
 
 
