@@ -90,6 +90,60 @@ def ui(config: Path, results: Path | None, host: str, port: int) -> None:
     serve_tracker(config, results, host, port)
 
 
+CONFIG = click.option(
+    "--config", type=FILE, default="config/config.yaml", show_default=True, help="Experiment YAML."
+)
+RESULTS = click.option("--results", type=FOLDER, help="Output root instead of the config's `results`.")
+CHANGES = click.option(
+    "--set", "changes", multiple=True, metavar="KEY=VALUE", help="Change a config key, as for `llmppo run`."
+)
+
+
+@main.command()
+@CONFIG
+@RESULTS
+@CHANGES
+def status(config: Path, results: Path | None, changes: tuple[str, ...]) -> None:
+    """Tell what is done, at work, left and broken, and why a job would run again."""
+    from rich.console import Console
+
+    from llmppo.run import configure, find_snakefile
+    from llmppo.status import experiment_status, show_status
+
+    values, plan = configure(config, results, changes)
+    show_status(Console(highlight=False), plan, experiment_status(values, plan, find_snakefile()))
+
+
+@main.command()
+@CONFIG
+@RESULTS
+@CHANGES
+@click.option("--repeat", type=FILE, help="Also run the stage that made this file again, and compare.")
+def verify(config: Path, results: Path | None, changes: tuple[str, ...], repeat: Path | None) -> None:
+    """Compare every file of the results with its manifest; exit status 1 where one is damaged.
+
+    A damaged file is named; deleted, `llmppo run` makes it again. `--repeat FILE` runs one stage again, in a
+    copy beside the results, and compares what it writes.
+    """
+    from llmppo.run import configure, find_snakefile
+    from llmppo.verify import check
+    from llmppo.verify import repeat as run_again
+
+    values, plan = configure(config, results, changes)
+    checked = list(check(Path(plan.layout.results)))
+    faults = [entry.fault for entry in checked if entry.fault is not None]
+    for fault in faults:
+        click.echo(fault)
+    click.echo(f"{len(checked)} artefacts checked in {plan.layout.results}, {len(faults)} damaged")
+    different: list[str] = []
+    if repeat is not None:
+        again = run_again(values, plan.layout.results, repeat, find_snakefile())
+        different = again.different
+        for file in again.written:
+            click.echo(f"{'differs' if file in different else 'the same'}  {file}")
+    sys.exit(1 if faults or different else 0)
+
+
 @main.command()
 @click.argument("results", type=FOLDER)
 @click.option("--variant", help="Variant; the first one without it.")

@@ -4,6 +4,7 @@ A stopped chain writes `policy/<i>/manifest.json` of kind "stopped" with the nam
 policy; `resolve_policy` gives the folder that holds the weights.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -67,6 +68,12 @@ def prune(path: Path, what: Prunable) -> None:
     for name in read_json(path / MANIFEST)["files"]:
         if _prunable(name) or (what == "weights" and name.endswith(".safetensors")):
             (path / name).unlink(missing_ok=True)
+
+
+def may_be_pruned(folder: Path) -> Callable[[str], bool]:
+    """Which files of a folder's manifest may be absent: optimizer state, and the weights of a pruned policy."""
+    pruned = _is_pruned(folder)
+    return lambda name: _prunable(name) or (pruned and name.endswith(".safetensors"))
 
 
 def _is_pruned(path: Path) -> bool:

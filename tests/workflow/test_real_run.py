@@ -5,6 +5,8 @@ The undisturbed run forks its stages from a worker; the resumed one starts them 
 
 import hashlib
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +18,9 @@ from typing import Any
 import pytest
 import yaml
 from workflow_runs import REPOSITORY
+
+from llmppo.ownership import hold
+from llmppo.verify import check
 
 pytestmark = [pytest.mark.workflow, pytest.mark.slow]
 
@@ -93,6 +98,110 @@ def test_every_artefact_is_there(undisturbed: Path) -> None:
         assert (chain / name).stat().st_size > 0, name
     assert json.loads((chain / "tracking.json").read_text())["ok"] is True
     assert (undisturbed / "smoke" / "report" / "figures" / "learning_curve.png").is_file()
+
+
+def llmppo(results: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(Path(sys.executable).with_name("llmppo")), *arguments, "--config", "smoke.yaml"],
+        cwd=results.parent, capture_output=True, text=True, check=False, timeout=600,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ((), "nothing is left to do"),
+        (("iterations=4",), r"rollout +2 +never ran"),
+        (("ppo.clip_coef=0.3",), r"update +1 +its settings or the code behind it changed"),
+        (("ppo.clip_coef=0.3",), r"rollout +4 +a job before it runs again"),
+        (("seeds=[0, 1]",), "main seed 1 +0 of 3 +not begun"),
+    ],
+)
+def test_status_tells_what_is_left_and_why(
+    undisturbed: Path, changes: tuple[str, ...], expected: str
+) -> None:
+    told = llmppo(undisturbed, "status", *[word for change in changes for word in ("--set", change)])
+    assert told.returncode == 0, told.stderr
+    assert re.search(r"main seed 0 +3 of", told.stdout)
+    assert re.search(expected, told.stdout), told.stdout
+
+
+def test_status_of_a_run_at_work(undisturbed: Path) -> None:
+    with hold(undisturbed / ".run.lock"):
+        told = llmppo(undisturbed, "status")
+    assert f"running: process {os.getpid()} on" in told.stdout
+    assert "left" not in told.stdout
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "iterations/0002/rollouts/shard-1.parquet",
+        "policy/0003/actor/adapter_model.safetensors",
+        "evaluations/0003/metrics.json",
+    ],
+)
+def test_verify_repeats_a_stage_and_finds_the_same(undisturbed: Path, file: str) -> None:
+    chain = undisturbed / "smoke" / "main" / "seed-0"
+    before = result_hashes(undisturbed)
+    told = llmppo(undisturbed, "verify", "--repeat", str(chain / file))
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert ", 0 damaged" in told.stdout
+    assert f"the same  {chain / file}" in told.stdout
+    assert "differs" not in told.stdout
+    assert result_hashes(undisturbed) == before
+    assert not list(undisturbed.parent.glob(".verify-*"))
+
+
+def test_an_update_that_lost_its_optimizer_state_is_not_repeated_without(undisturbed: Path) -> None:
+    told = llmppo(undisturbed, "verify", "--repeat", "results/smoke/main/seed-0/iterations/0002/metrics.json")
+    assert told.returncode == 1
+    assert "lost its optimizer state once later policies existed" in told.stderr
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "smoke/main/seed-0/iterations/0002/rollouts/shard-0.parquet",
+        "smoke/main/seed-0/iterations/0001/advantages.parquet",
+        "smoke/main/seed-0/policy/0003/critic/adapter_model.safetensors",
+        "smoke/main/seed-0/policy/0003/trainer.json",
+        "smoke/main/seed-0/evaluations/0003/greedy.parquet",
+        "smoke/main/seed-0/warmup/metrics.json",
+    ],
+)
+@pytest.mark.parametrize("damage", ["flipped", "cut"])
+def test_verify_names_a_damaged_file(undisturbed: Path, tmp_path: Path, file: str, damage: str) -> None:
+    copy = tmp_path / "results"
+    shutil.copytree(undisturbed, copy)
+    content = bytearray((copy / file).read_bytes())
+    if damage == "cut":
+        content = content[: len(content) // 2]
+    else:
+        content[len(content) // 3] ^= 0x80  # no ASCII any more, and no float near what it was
+    (copy / file).write_bytes(content)
+    faults = [entry.fault for entry in check(copy) if entry.fault is not None]
+    assert len(faults) == 1
+    assert Path(file).name in faults[0]
+    assert "delete" in faults[0]
+
+
+def test_verify_tells_of_a_stage_that_differs(undisturbed: Path, tmp_path: Path) -> None:
+    """Episodes of another policy under this one's name."""
+    shutil.copytree(undisturbed.parent, tmp_path / "copy")
+    results = tmp_path / "copy" / "results"
+    (results / ".home.json").unlink()
+    iterations = results / "smoke" / "main" / "seed-0" / "iterations"
+    shutil.copy(iterations / "0003/rollouts/shard-0.parquet", iterations / "0002/rollouts/shard-0.parquet")
+    told = llmppo(results, "verify", "--repeat", str(iterations / "0002/rollouts/shard-0.parquet"))
+    assert told.returncode == 1
+    assert f"differs  {iterations / '0002/rollouts/shard-0.parquet'}" in told.stdout
+
+
+def test_verify_takes_only_files_of_the_results(undisturbed: Path) -> None:
+    told = llmppo(undisturbed, "verify", "--repeat", "smoke.yaml")
+    assert told.returncode == 1
+    assert "smoke.yaml is no file below results" in told.stderr
 
 
 def test_the_chains_config_reproduces_it_alone(undisturbed: Path) -> None:

@@ -106,11 +106,11 @@ def _iteration(folder: Path, iteration: int | None, pattern: str) -> Path:
 
 def _worth(path: Path, episodes: Sequence[Episode]) -> dict[str, Worth]:
     """Turn values and advantages by episode id; nothing where the update hasn't run."""
-    from llmppo.trajectories.schema import list_values, open_parquet
+    from llmppo.trajectories.schema import list_values, read_table
 
     if not path.is_file():
         return {}
-    table = open_parquet(path).read(columns=["episode_id", "values", "advantages"])
+    table = read_table(path, ["episode_id", "values", "advantages"])
     values, advantages = (list_values(table.column(name), as_numpy=True) for name in ("values", "advantages"))
     rows = dict(
         zip(table.column("episode_id").to_pylist(), zip(values, advantages, strict=True), strict=True)

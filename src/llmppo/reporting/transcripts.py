@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmppo.errors import ArtefactError
 from llmppo.reporting.results import Chain
 
 COLUMNS = ["episode_id", "task_id", "observations", "actions", "turn_rewards", "stop_reasons", "invalid"]
@@ -65,17 +64,10 @@ def read_episodes(path: Path, columns: list[str]) -> list[dict[str, Any]]:
 
     Raises ArtefactError for a damaged file.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    from llmppo.trajectories.schema import open_parquet, read_table
 
-    try:
-        known = pq.read_schema(path).names
-        wanted = [name for name in (*columns, "failure") if name in known]
-        rows = pq.read_table(path, columns=wanted).to_pylist()
-    except (pa.ArrowInvalid, OSError) as error:
-        raise ArtefactError(
-            f"{path} can't be read as Parquet ({error}); delete it and run the same command"
-        ) from error
+    known = open_parquet(path).schema_arrow.names
+    rows = read_table(path, [name for name in (*columns, "failure") if name in known]).to_pylist()
     return [row for row in rows if row.pop("failure", None) is None]
 
 

@@ -145,8 +145,11 @@ def new_agent(settings: Mapping[str, Any], base: Path, seed: int, lora: Any) -> 
         PPOConfig.model_validate(settings["ppo"]),
         SamplingConfig.model_validate(settings["sampling"]),
     )
+    model = load_base(base, settings["device"])
+    # PEFT writes it into every adapter, which must not depend on where the results lie.
+    model.name_or_path = base.name
     return LLMPPO(
-        actor_network=load_base(base, settings["device"]),
+        actor_network=model,
         lora_config=lora,
         device=settings["device"],
         seed=seed,

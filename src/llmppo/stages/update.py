@@ -48,13 +48,19 @@ def run(
 
     from llmppo.trainer.aliases import ALIASES
     from llmppo.trainer.batch import batch_from_episodes
+    from llmppo.trainer.checkpoint import OPTIMIZER_FILE
     from llmppo.trajectories.collect import rollout_metrics
 
     torch.set_num_threads(settings["threads"])
     started = time.perf_counter()
     episodes = read_episodes(list(rollouts))
     require_split(episodes, "train", seed, iteration, list(rollouts))
-    agent = new_agent(settings, base, seed, saved_lora(resolve_policy(policy) / "actor"))
+    if not (policy / OPTIMIZER_FILE).is_file():
+        raise ArtefactError(
+            f"{policy} lost its optimizer state once later policies existed, and an update without it would be another one; "
+            f"policy 0 keeps it: delete {policy.parent / '0001'}, and the same command repeats the chain from there"
+        )
+    agent = new_agent(settings, base, seed, saved_lora(policy / "actor"))
     agent.load_checkpoint(policy, load_optimizer=True)
     expected = agent.config.critic_warmup_steps + iteration - 1
     if agent.learn_steps != expected:

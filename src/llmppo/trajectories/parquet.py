@@ -29,6 +29,7 @@ from llmppo.trajectories.schema import (
     list_column,
     list_values,
     open_parquet,
+    read_table,
     write_parquet,
 )
 
@@ -148,7 +149,7 @@ def read_episodes(paths: str | Path | Sequence[str | Path]) -> list[Episode]:
 
 
 def _read_file(path: str | Path) -> list[Episode]:
-    table = open_parquet(path).read()
+    table = read_table(path)
     facts = table.schema.metadata or {}
     written = (facts.get(b"llmppo.schema"), facts.get(b"llmppo.schema_version"))
     if written != (b"episodes", str(SCHEMA_VERSION).encode()):

@@ -90,13 +90,21 @@ def list_values(column: pa.ChunkedArray, *, as_numpy: bool) -> list[Any]:
 def open_parquet(path: str | Path) -> pq.ParquetFile:
     """Raises ArtefactError for a file that is absent or not Parquet."""
     try:
-        return pq.ParquetFile(path)
+        return pq.ParquetFile(path, page_checksum_verification=True)
     except FileNotFoundError:
         raise ArtefactError(f"{path} does not exist; run the stage that writes it first") from None
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:  # a damaged name is no UTF-8
         raise ArtefactError(
             f"{path} is not a readable Parquet file ({error}); delete it and run the same command"
         ) from error
+
+
+def read_table(path: str | Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """A whole file, or some columns of it. Raises ArtefactError where it is absent or damaged."""
+    try:
+        return open_parquet(path).read(columns=None if columns is None else list(columns))
+    except (pa.ArrowException, OSError, ValueError) as error:  # a damaged name is no UTF-8
+        raise ArtefactError(f"{path} is damaged ({error}); delete it and run the same command") from error
 
 
 def write_parquet(
@@ -114,4 +122,9 @@ def write_parquet(
     }
     arrays = [columns[field.name].cast(field.type) for field in schema]
     with atomic_path(path) as temporary:
-        pq.write_table(pa.table(arrays, schema=schema.with_metadata(facts)), temporary, compression="zstd")
+        pq.write_table(
+            pa.table(arrays, schema=schema.with_metadata(facts)),
+            temporary,
+            compression="zstd",
+            write_page_checksum=True,
+        )

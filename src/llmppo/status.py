@@ -1,0 +1,124 @@
+"""`llmppo status`: what of an experiment is done, at work, left and broken, and why a job would run again."""
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from llmppo.errors import LlmppoError
+from llmppo.ownership import hold, holder
+from llmppo.plan import Plan
+from llmppo.progress import Progress
+from llmppo.snakelog import START, SnakemakeLog
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+REASON = re.compile(r"    reason: (.*)")
+# Snakemake's reasons, which name files, in our words.
+REASONS = {
+    "Missing output files": "never ran, or its files were deleted",
+    "Params have changed since last execution": "its settings or the code behind it changed",
+    "Code has changed since last execution": "its rule changed",
+    "Updated input files": "a file that it reads is newer",
+    "Input files updated by another job": "a job before it runs again",
+    "Set of input files has changed since last execution": "it reads other files than before",
+    "Software environment definition has changed since last execution": "the locked packages changed",
+    "Output files have to be generated": "its files are incomplete",
+    "Incomplete files": "it was interrupted",
+}
+
+
+@dataclass
+class Status:
+    """What `llmppo status` tells; `due` counts (rule, why) of the jobs that the next run would do."""
+
+    progress: Progress
+    due: Counter[tuple[str, str]] = field(default_factory=Counter)
+    running: str | None = None  # who holds the results
+    failed: list[str] = field(default_factory=list)
+
+
+def experiment_status(values: dict[str, Any], plan: Plan, snakefile: Path) -> Status:
+    """Look at the files, at the last run's log, and at what Snakemake would do. Raises LlmppoError."""
+    logs = sorted((Path(plan.layout.root) / "logs").glob("snakemake-*.log"))
+    log = SnakemakeLog(logs[-1]) if logs else SnakemakeLog(Path(plan.layout.root) / "absent.log")
+    status = Status(Progress(plan, log))
+    log.poll()
+    lock = Path(plan.layout.lock)
+    if lock.is_file():
+        with hold(lock) as free:
+            status.running = None if free is not None else holder(lock)
+    if status.running is None:
+        log.running.clear()  # of a run that was killed
+    status.failed = [f"{job}, log: {job.log}" for job in log.failed]
+    if status.running is None:
+        status.due = Counter(jobs_due(dry_run(values, snakefile)))
+    return status
+
+
+def dry_run(values: dict[str, Any], snakefile: Path) -> str:
+    """Snakemake's words on what it would run, and why. Raises LlmppoError."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(values, file, sort_keys=False)
+        file.flush()
+        ran = subprocess.run(
+            [
+                sys.executable, "-m", "snakemake", "--snakefile", str(snakefile), "--cores", "1", "--nolock", "--dry-run",
+                "--workflow-profile", "none", "--rerun-incomplete", "--configfile", file.name,
+            ],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        )  # fmt: skip
+    if ran.returncode:
+        raise LlmppoError(f"snakemake can't plan this experiment:\n{ran.stdout[-3000:]}")
+    return ran.stdout
+
+
+def jobs_due(text: str) -> Iterator[tuple[str, str]]:
+    """(rule, why) of each job in the output of a dry run."""
+    rule = ""
+    for line in text.splitlines():
+        if match := START.fullmatch(line):
+            rule = match[1]
+        elif rule and (match := REASON.match(line)):
+            if rule != "all":
+                yield rule, why(match[1])
+            rule = ""
+
+
+def why(reason: str) -> str:
+    """Snakemake's reason in words, without the names of files; the first of several, the strongest."""
+    kinds = [part.partition(":")[0].strip() for part in reason.split("; ")]
+    known = [kind for kind in REASONS if kind in kinds]
+    return REASONS[known[0]] if known else kinds[0]
+
+
+def show_status(console: "Console", plan: Plan, status: Status) -> None:
+    """Print the state as tables."""
+    from rich.table import Table
+
+    console.print(plan.summary())
+    table = Table("chain", "iterations", "last", box=None, header_style="bold")
+    for chain in status.progress.chains:
+        table.add_row(chain.name, f"{chain.done} of {len(chain.files)}", chain.scores or "not begun")
+    console.print(table)
+    if status.running is not None:
+        at_work = status.progress.running()
+        console.print(f"running: {status.running}" + (f"; at work: {at_work}" if at_work else ""))
+        return
+    for job in status.failed:
+        console.print(f"failed in the last run: {job}", style="red")
+    if not status.due:
+        console.print("nothing is left to do")
+        return
+    due = Table("to run", "jobs", "why", box=None, header_style="bold")
+    for (rule, reason), count in sorted(status.due.items()):
+        due.add_row(rule, str(count), reason)
+    console.print(due)
