@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -138,3 +140,23 @@ def test_floors_are_computed_by_the_rule(tmp_path, monkeypatch):
     floor = sum(row["answer"] == constant for row in env.eval_rows) / len(env.eval_rows)
     assert result["references"] == {"best constant answer": pytest.approx(floor)}
     assert 0 < result["measured"]["random answer"]["success_rate"] < 0.5
+
+
+def test_threads_that_come_while_the_library_is_imported_wait_for_all_of_it():
+    """Its registry fills while the package is imported; in a process of its own, where it isn't yet."""
+    code = """
+import time
+from concurrent.futures import ThreadPoolExecutor
+from llmppo.envs.reasoning_gym_env import _make
+with ThreadPoolExecutor(64) as pool:
+    calls = [pool.submit(_make, "leg_counting", {"size": 1})]
+    while not calls[0].done():
+        time.sleep(0.02)
+        calls.append(pool.submit(_make, "leg_counting", {"size": 1}))
+    for call in calls:
+        call.result()
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]

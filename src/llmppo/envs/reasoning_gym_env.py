@@ -160,7 +160,12 @@ def _scorer(task: str, settings: str) -> Any:
 def _make(task: str, settings: Mapping[str, Any]) -> Any:
     """A dataset of the library. Raises ConfigError for an unknown task or a setting that it refuses."""
     try:
+        # The package first: its registry fills while it is imported, and only `import` of it waits for a
+        # thread that is at it.
+        import reasoning_gym
         from reasoning_gym.factory import DATASETS, create_dataset
+
+        assert reasoning_gym
     except ModuleNotFoundError as error:
         raise ConfigError(f"reasoning-gym is missing ({error}); install it with: make tasks") from None
     if task not in DATASETS:
