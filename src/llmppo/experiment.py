@@ -135,6 +135,10 @@ def _check_combination(config: ExperimentConfig, source: str) -> None:
         )
     if isinstance(base, PretrainedModelConfig) and (fault := path_fault(base.path)) is not None:
         faults.append(f"base_model.path: {fault}")
+    if base.quantization is not None and config.rollout.vllm is not None:
+        faults.append(
+            "base_model.quantization: vLLM would sample from the base without it; leave rollout.vllm out (the `hf` engine samples from the quantised base)"
+        )
     if config.dataset is not None:
         for key in ("train", "eval"):
             file = getattr(config.dataset, key)

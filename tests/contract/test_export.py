@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from llmppo.errors import ArtefactError
 from llmppo.files import check_manifest, write_json, write_manifest
+from llmppo.models.adapted import ACTOR
 from llmppo.models.tiny import build_tokenizer
 from llmppo.stages import export
+from llmppo.stages.loading import load_actor
 
 SETTINGS = {"export": {"merged": True}, "name": "tiny-game", "description": "A game.", "threads": 1}
 IDS = torch.arange(12).reshape(2, 6)
@@ -51,6 +53,7 @@ def make_run(root: Path, *, tied: bool, targets: str | list[str] = "all-linear")
     run_dir = root / "game" / "main" / "seed-3"
     policy = run_dir / "policy" / "0008"
     actor.save_pretrained(policy / "actor")
+    write_json(policy / "trainer.json", {})
     write_manifest(policy, kind="policy", iteration=8)
 
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -104,6 +107,50 @@ def test_exported_and_merged_models_have_the_policy_s_logits(
     if targets == "all-linear":
         assert merged.config.tie_word_embeddings is tied
         assert (merged.lm_head.weight is merged.model.embed_tokens.weight) is tied
+
+
+def quantise(paths: dict[str, Path], bits: int) -> None:
+    section = {"bits": bits, "quant_type": "nf4", "double_quant": False}
+    write_manifest(paths["base"], kind="base_model", dtype="float32", quantization=section)
+    (paths["run_dir"] / "config.yaml").write_text(
+        yaml.safe_dump({"base_model": {"kind": "tiny", "quantization": section}})
+    )
+
+
+def test_a_four_bit_base_is_merged_as_training_saw_it(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    paths = make_run(tmp_path, tied=True)
+    quantise(paths, 4)
+    policy = load_actor(paths["base"], paths["policy"], "cpu")
+    with torch.no_grad():
+        expected = policy.head.logits(policy.hidden(IDS, ((ACTOR, -1),)))
+    plain = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(paths["base"]), paths["policy"] / "actor"
+    )
+    export.run(SETTINGS, **paths)
+    merged = AutoModelForCausalLM.from_pretrained(paths["out"] / "merged")
+    torch.testing.assert_close(logits(merged), expected, atol=1e-5, rtol=0)
+    assert (logits(plain) - expected).abs().max() > 1e-3
+    card = (paths["out"] / "README.md").read_text()
+    assert "held in 4 bits" in card
+    assert "holds the dequantised weights" in card
+
+
+def test_an_eight_bit_base_is_merged_into_its_rounded_weights(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    paths = make_run(tmp_path, tied=True)
+    quantise(paths, 8)
+    plain = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(paths["base"]), paths["policy"] / "actor"
+    )
+    layer = plain.base_model.model.model.layers[0].self_attn.q_proj
+    original, delta = layer.base_layer.weight, layer.get_delta_weight("default")
+    export.run(SETTINGS, **paths)
+    merged = AutoModelForCausalLM.from_pretrained(paths["out"] / "merged")
+    scale = original.abs().amax(dim=1, keepdim=True) / 127
+    rounded = (original / scale).round() * scale
+    off = (merged.model.layers[0].self_attn.q_proj.weight - delta - rounded).abs().mean()
+    assert off < 0.2 * (original - rounded).abs().mean()
 
 
 def test_exports_carry_tokenizer_generation_config_and_manifest(tmp_path: Path) -> None:

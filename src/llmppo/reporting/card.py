@@ -76,5 +76,6 @@ def model_card(
         rows=result_rows(chain, headline[0]),
         recipe=yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).strip(),
         merged=merged,
+        bits=((config.get("base_model") or {}).get("quantization") or {}).get("bits"),
         versions=versions,
     )

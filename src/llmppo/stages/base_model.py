@@ -1,7 +1,8 @@
 """Base model: a folder in Hugging Face format that plain `from_pretrained` loads, and a manifest.
 
 It is built and warm-started (`tiny`), converted (`gguf`), or copied in the asked data type (`pretrained`),
-so that results stay whole when they move. The same settings and seed give the same bytes.
+so that results stay whole when they move. The same settings and seed give the same bytes. Weights are kept
+in full; the manifest's `quantization` says how stages hold them.
 """
 
 import sys
@@ -63,6 +64,7 @@ def _write(
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "vocabulary": len(tokenizer),
         "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": config.quantization and config.quantization.model_dump(),
         "chat_template": bool(tokenizer.chat_template),
         **facts,
     }

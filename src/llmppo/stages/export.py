@@ -19,6 +19,7 @@ from llmppo.policies import resolve_policy
 from llmppo.provenance import provenance
 from llmppo.reporting.card import model_card
 from llmppo.reporting.results import load_chain
+from llmppo.stages.loading import quantization_of
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".index.json")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -101,15 +102,21 @@ def _untie_if_adapted(model: Any, adapter: Path) -> None:
 
 
 def write_merged(base: Path, adapter: Path, folder: Path, trust_remote_code: bool) -> None:
-    """Merge the adapter into the base in fp32 and save it in the base's own data type."""
+    """Merge the adapter into the base in fp32 and save it in the base's own data type.
+
+    A quantised base is dequantised before: the adapter was trained on those weights, not on the original ones.
+    """
     import torch
     from peft import PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM
 
     stored = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code).dtype or torch.float32
+    quantization = quantization_of(read_json(base / MANIFEST))
     model = AutoModelForCausalLM.from_pretrained(
-        base, dtype=torch.float32, trust_remote_code=trust_remote_code
+        base, dtype=torch.float32, trust_remote_code=trust_remote_code, quantization_config=quantization
     )
+    if quantization is not None:
+        model = model.dequantize(dtype=torch.float32)
     _untie_if_adapted(model, adapter)
     merged = PeftModel.from_pretrained(model, adapter).merge_and_unload(safe_merge=True)
     merged.to(stored).save_pretrained(folder)

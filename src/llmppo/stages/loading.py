@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmppo.config import LoraSection, PPOConfig, SamplingConfig
+from llmppo.config import LoraSection, PPOConfig, QuantizationConfig, SamplingConfig
 from llmppo.errors import ArtefactError, ConfigError, LlmppoError
 from llmppo.files import MANIFEST, read_json
 from llmppo.policies import STOPPED
@@ -26,6 +26,9 @@ def import_model_libraries() -> None:
     if absent:
         sys.modules["sklearn"] = None  # type: ignore[assignment]
     try:
+        import llmppo.models  # quiets what peft imports
+
+        assert llmppo.models
         import peft
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -71,7 +74,7 @@ def _megabytes(model: Any) -> float:
 
 
 def load_base(base: Path, device: str = "cpu") -> Any:
-    """The frozen base model of a `base_model` folder, in the data type it was written in.
+    """The frozen base model of a `base_model` folder, in the data type it was written in or quantised.
 
     In a forked stage it is the worker's, once: the caller may change it.
     """
@@ -86,15 +89,33 @@ def load_base(base: Path, device: str = "cpu") -> Any:
         raise ConfigError("device: cuda, but this machine's PyTorch sees no GPU; set `device: cpu`")
     manifest = read_json(base / MANIFEST)
     trust = bool(manifest.get("trust_remote_code", False))
+    placement: dict[str, Any] = {"device_map": {"": device}} if manifest.get("quantization") else {}
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            base, dtype="auto", local_files_only=True, trust_remote_code=trust
+            base,
+            dtype="auto",
+            local_files_only=True,
+            trust_remote_code=trust,
+            quantization_config=quantization_of(manifest),
+            **placement,
         )
     except (SafetensorError, OSError, ValueError) as error:
         raise ArtefactError(
             f"{base} can't be loaded ({error}); delete it and run the same command"
         ) from error
-    return model.to(device).eval()
+    return (model if placement else model.to(device)).eval()
+
+
+def quantization_of(manifest: Mapping[str, Any]) -> Any:
+    """transformers' quantisation config of a base model by its manifest; None without quantisation."""
+    section = manifest.get("quantization")
+    if section is None:
+        return None
+    import torch
+
+    from llmppo.models.quantized import bnb_config
+
+    return bnb_config(QuantizationConfig.model_validate(section), getattr(torch, manifest["dtype"]))
 
 
 def load_tokenizer(base: Path) -> Any:

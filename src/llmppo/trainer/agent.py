@@ -14,11 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmppo.config import CosineLRScheduleConfig, LoraSection, PPOConfig, SamplingConfig, VLLMConfig
+from llmppo.config import (
+    CosineLRScheduleConfig,
+    LoraSection,
+    PPOConfig,
+    QuantizationConfig,
+    SamplingConfig,
+    VLLMConfig,
+)
 from llmppo.engines.base import GenerationEngine, GenerationRequest
 from llmppo.errors import ConfigError
 from llmppo.models.adapted import ACTOR, AdaptedModel, lora_config
 from llmppo.models.head import TokenScorer
+from llmppo.models.quantized import bnb_config, is_quantized
 from llmppo.ppo.schedules import lr_scale
 from llmppo.seeding import derive_seed
 from llmppo.trainer.aliases import with_aliases
@@ -53,6 +61,8 @@ class LLMPPO(Bookkeeping):
         pad_token: The padding token itself; kept for the caller's convenience.
         actor_network: A plain causal LM; its linear layers become LoRA layers in place. Or give
         model_name: a local directory or hub id, loaded with `model_config` as keyword arguments.
+        quantization_config: transformers' `BitsAndBytesConfig`, or a `QuantizationConfig`, for a model loaded
+            by `model_name` (`None` in full precision).
         lora_config: PEFT `LoraConfig` or `LoraSection`; the default is rank 16 on all linear layers.
         device: Where the model runs; None keeps the model where it is.
         seed: Seed of adapter initialisation, shuffling and sampling.
@@ -77,6 +87,7 @@ class LLMPPO(Bookkeeping):
         actor_network: Any = None,
         model_name: str | None = None,
         model_config: Mapping[str, Any] | None = None,
+        quantization_config: Any = None,
         lora_config: Any = None,
         device: str | torch.device | None = "cpu",
         seed: int = 42,
@@ -90,7 +101,8 @@ class LLMPPO(Bookkeeping):
         self.pad_token_id, self.pad_token = pad_token_id, pad_token
         self.seed, self.max_turns, self.index = seed, max_turns, index
         self.model_name, self.model_config = model_name, dict(model_config or {})
-        base = self._base_model(actor_network, device)
+        self.vllm_config = None if vllm_config is None else section(VLLMConfig, vllm_config, "vllm_config")
+        base = self._base_model(actor_network, quantization_config, device)
         self.model = AdaptedModel(
             base,
             _peft_config(lora_config, base),
@@ -118,11 +130,10 @@ class LLMPPO(Bookkeeping):
         self.last_outcome: Outcome | None = None
         self._engine: GenerationEngine | None = None
         self._tokenizer: Any = None
-        self.vllm_config = None if vllm_config is None else section(VLLMConfig, vllm_config, "vllm_config")
         self.offload_trainer_during_rollout = offload_trainer_during_rollout
         self._vllm: ColocatedVLLM | None = None
 
-    def _base_model(self, network: Any, device: str | torch.device | None) -> Any:
+    def _base_model(self, network: Any, quantization: Any, device: str | torch.device | None) -> Any:
         if network is None:
             if self.model_name is None:
                 raise ConfigError(
@@ -130,10 +141,22 @@ class LLMPPO(Bookkeeping):
                 )
             from transformers import AutoModelForCausalLM
 
-            network = AutoModelForCausalLM.from_pretrained(
-                self.model_name, **({"dtype": torch.float32} | self.model_config)
+            options: dict[str, Any] = {"dtype": torch.float32} | self.model_config
+            if quantization is not None:
+                if isinstance(quantization, QuantizationConfig):
+                    quantization = bnb_config(quantization, options["dtype"])
+                options = {"device_map": {"": device or "cpu"}, "quantization_config": quantization} | options
+            network = AutoModelForCausalLM.from_pretrained(self.model_name, **options)
+        elif quantization is not None:
+            raise ConfigError(
+                "quantization_config is for a model loaded by model_name; give it to from_pretrained when you load actor_network"
             )
-        return network if device is None or getattr(network, "hf_device_map", None) else network.to(device)
+        if self.vllm_config is not None and is_quantized(network):
+            raise ConfigError(
+                "vllm_config: vLLM would sample from the base without its quantisation; leave one of them out"
+            )
+        placed = getattr(network, "hf_device_map", None) or is_quantized(network)
+        return network if device is None or placed else network.to(device)
 
     # -- settings -----------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from llmppo.config import PPOConfig, SamplingConfig
 from llmppo.engines.base import GenerationEngine
 from llmppo.errors import ArtefactError, ConfigError
 from llmppo.models.adapted import ACTOR, CRITIC, REFERENCE, AdaptedModel
+from llmppo.models.quantized import is_quantized
 from llmppo.trainer.checkpoint import Checkpoint, Snapshot, lora_fields, require_same_lora
 from llmppo.trainer.optimizer import RoleOptimizer
 from llmppo.trainer.returns import RunningReturns
@@ -159,6 +160,8 @@ class AgentState:
             }
 
         base = None
+        if not lora_only and is_quantized(self.model.base):
+            raise ConfigError("lora_only=False can't save a quantised base model; save with lora_only=True")
         if not lora_only:
             adapters = tuple(f".{part}." for part in ("lora_A", "lora_B"))
             base = host(
