@@ -450,6 +450,10 @@ class PPOConfig(Section):
     chunk_rows: Positive | None = Field(
         None, description="Action positions of one output-head tile; null picks it from the vocabulary."
     )
+    use_liger_loss: bool = Field(
+        False,
+        description="Log-probs by liger-kernel's chunked loss, at every ratio level; without entropies, for heads that neither cap nor scale logits.",
+    )
     fuse_actor_critic_pass: bool | None = Field(
         None, description="Actor and critic rows in one pass over the base; null fuses off CUDA."
     )
@@ -474,6 +478,10 @@ class PPOConfig(Section):
         if self.use_sequence_packing and not self.calc_position_embeddings:
             raise ValueError(
                 "use_sequence_packing tells rows apart by their positions: it needs calc_position_embeddings"
+            )
+        if self.use_liger_loss and (self.ent_coef or not self.cast_logprobs_to_fp32):
+            raise ValueError(
+                "use_liger_loss gives no entropies and always reduces in fp32; it needs ent_coef: 0 and cast_logprobs_to_fp32: true"
             )
         schedule = self.cosine_lr_schedule_config
         if schedule is not None and self.critic_warmup_steps >= schedule.num_steps:

@@ -139,6 +139,10 @@ def _check_combination(config: ExperimentConfig, source: str) -> None:
         faults.append(
             "base_model.quantization: vLLM would sample from the base without it; leave rollout.vllm out (the `hf` engine samples from the quantised base)"
         )
+    if config.ppo.use_liger_loss and config.rollout.top_k:
+        faults.append(
+            "ppo.use_liger_loss: Liger scores over the whole vocabulary, rollout.top_k samples from part of it; set one of them off"
+        )
     if config.dataset is not None:
         for key in ("train", "eval"):
             file = getattr(config.dataset, key)

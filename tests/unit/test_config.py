@@ -199,6 +199,10 @@ def test_every_key_has_a_meaning_in_the_reference() -> None:
             {"base_model": {"kind": "tiny", "quantization": {"bits": 4}}, "rollout": {"vllm": {}}},
             "base_model.quantization: vLLM would sample from the base without it",
         ),
+        (
+            {"ppo": {"use_liger_loss": True}, "rollout": {"top_k": 20}},
+            "ppo.use_liger_loss: Liger scores over the whole vocabulary",
+        ),
         ({"base_model": {"kind": "tiny", "heads": 3}}, r"base_model.heads: 3 must divide hidden_size \(96\)"),
     ],
 )

@@ -26,6 +26,7 @@ from llmppo.engines.base import GenerationEngine, GenerationRequest
 from llmppo.errors import ConfigError
 from llmppo.models.adapted import ACTOR, AdaptedModel, lora_config
 from llmppo.models.head import TokenScorer
+from llmppo.models.liger import LigerScorer
 from llmppo.models.quantized import bnb_config, is_quantized
 from llmppo.ppo.schedules import lr_scale
 from llmppo.seeding import derive_seed
@@ -113,6 +114,7 @@ class LLMPPO(Bookkeeping):
         self.model.checkpointing(self.config.gradient_checkpointing)
         self.model.explicit_positions = self.config.calc_position_embeddings
         self.model.packing(self.config.use_sequence_packing)
+        self._scorer()  # refuses a model that can't be scored so, before any learn call
         self.optimizer = RoleOptimizer(self.model, self.config)
         self.running_returns = RunningReturns(enabled=self.config.normalize_returns)
         # Ids that end a reply; empty asks the model's config.
@@ -368,14 +370,6 @@ class LLMPPO(Bookkeeping):
         if self.max_turns is None:
             self.max_turns = batch.rewards.shape[1]
         config, sampling = self.config, self.sampling
-        scorer = TokenScorer(
-            self.model.head,
-            temperature=sampling.temperature,
-            logit_bias=sampling.logit_bias,
-            tile_rows=config.chunk_rows,
-            reduce_in_fp32=config.cast_logprobs_to_fp32,
-            entropy_gradient=config.ent_coef > 0,
-        )
         micro = config.micro_batch_size_per_gpu or config.mini_batch_size
         units = {
             "token": self.max_turns * (sampling.max_output_tokens or sampling.max_model_len),
@@ -387,7 +381,7 @@ class LLMPPO(Bookkeeping):
             optimizer=self.optimizer,
             passes=Passes(
                 self.model,
-                scorer,
+                self._scorer(),
                 batch,
                 micro,
                 config.max_tokens_per_micro_batch,
@@ -401,6 +395,22 @@ class LLMPPO(Bookkeeping):
             warmup=warmup,
             running_returns=self.running_returns,
             constant_units=float(units[config.ratio_level(self.max_turns)]),
+        )
+
+    def _scorer(self) -> TokenScorer | LigerScorer:
+        head, config = self.model.head, self.config
+        options: dict[str, Any] = {
+            "temperature": self.sampling.temperature,
+            "logit_bias": self.sampling.logit_bias,
+            "tile_rows": config.chunk_rows,
+        }
+        if config.use_liger_loss:
+            return LigerScorer(head, **options)
+        return TokenScorer(
+            head,
+            **options,
+            reduce_in_fp32=config.cast_logprobs_to_fp32,
+            entropy_gradient=config.ent_coef > 0,
         )
 
     def _assemble(

@@ -29,7 +29,9 @@ class Sums:
                 self.totals[prefix + name] += float(value)
 
     def ratio(self, part: str, whole: str) -> float | None:
-        return self.totals[part] / self.totals[whole] if self.totals.get(whole) else None
+        return (
+            self.totals[part] / self.totals[whole] if part in self.totals and self.totals.get(whole) else None
+        )
 
 
 def learn_metrics(update: "Update") -> dict[str, float | None]:

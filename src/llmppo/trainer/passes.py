@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from llmppo.models.adapted import ACTOR, AdaptedModel
 from llmppo.models.head import TokenScorer
+from llmppo.models.liger import LigerScorer
 from llmppo.trainer.batch import UpdateBatch
 
 
@@ -47,7 +48,7 @@ class Passes:
     def __init__(
         self,
         model: AdaptedModel,
-        scorer: TokenScorer,
+        scorer: TokenScorer | LigerScorer,
         batch: UpdateBatch,
         micro_rows: int | None,
         micro_tokens: int | None,

@@ -277,7 +277,7 @@ class Update:
     def _policy_terms(
         self, micro: Sequence[int], output: RoleOutput, totals: dict[str, float], old_is_new: bool
     ) -> Tensor:
-        assert output.logprobs is not None and output.entropies is not None
+        assert output.logprobs is not None
         assert self.columns.old_logprobs is not None and self.columns.advantages is not None
         new, width = output.logprobs, output.logprobs.shape[1]
         mask, turns = self._cut(self.mask, micro, width), self._cut(self.turns, micro, width)
@@ -299,13 +299,9 @@ class Update:
             weights=self._weights(self.level, mask, turns, totals["policy"]), correction=correction,
         )  # fmt: skip
         self.sums.add("actor/", surrogate.metrics)
-        self.sums.add(
-            "actor/",
-            {
-                "pg_loss": surrogate.loss.detach(),
-                "entropy": zero_masked(output.entropies.detach(), mask).sum(),
-            },
-        )
+        self.sums.add("actor/", {"pg_loss": surrogate.loss.detach()})
+        if output.entropies is not None:
+            self.sums.add("actor/", {"entropy": zero_masked(output.entropies.detach(), mask).sum()})
         loss = surrogate.loss
         token_weights = self._weights("token", mask, turns, totals["token"])
         if self.with_reference:
@@ -316,6 +312,7 @@ class Update:
             if self.config.kl_placement == "loss":
                 loss = loss + self.config.beta * kl.loss
         if self.config.ent_coef:
+            assert output.entropies is not None
             loss = loss - self.config.ent_coef * losses.entropy_sum(output.entropies, mask, token_weights)
         self.sums.add("actor/", {"loss": loss.detach()})
         self._require_finite(loss, new, micro, "actor")
