@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch.distributions import Categorical
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmppo.errors import ConfigError
 from llmppo.models.head import OutputHead, TokenScorer, bias_row, default_tile_rows
@@ -107,6 +108,34 @@ def test_gradient_under_a_support_is_finite_and_stays_inside():
     assert not weights.grad[1].any()
 
 
+def test_entropies_that_need_no_gradient_are_not_computed_again():
+    """Where only the log-probs go into the loss, the backward pass recomputes a tile as far as they need it."""
+    model, hidden, _, tokens = model_and_hidden()
+    found, exponentials = [], []
+
+    class Exponentials(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            exponentials.append(function is torch.ops.aten.exp.default)
+            return function(*args, **(kwargs or {}))
+
+    for entropy_gradient, computed in ((True, 2), (False, 1)):
+        states = hidden.detach().requires_grad_(True)
+        exponentials.clear()
+        with Exponentials():
+            logps, entropies = TokenScorer(OutputHead(model), entropy_gradient=entropy_gradient)(
+                states, tokens
+            )
+            logps.sum().backward()
+        assert sum(exponentials) == computed
+        assert entropies.requires_grad is entropy_gradient
+        found.append((logps.detach(), entropies.detach(), states.grad))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+    alone, nothing = TokenScorer(OutputHead(model))(hidden, tokens, entropy=False)
+    assert torch.equal(alone, found[0][0])
+    assert nothing is None
+
+
 def test_no_rows():
     model, hidden, _, tokens = model_and_hidden()
     logps, entropies = TokenScorer(OutputHead(model))(hidden[:0], tokens[:0])
@@ -126,6 +155,7 @@ def test_storage_is_fp32_and_so_is_the_reduction_unless_switched_off():
 
 def test_tiles_hold_at_most_a_quarter_gibibyte():
     assert default_tile_rows(1000) == 4096
+    assert default_tile_rows(49_152) * 49_152 * 4 <= 32 * 2**20
     assert default_tile_rows(150_000) * 150_000 * 4 <= 256 * 2**20
     assert default_tile_rows(10**7) == 128
 
