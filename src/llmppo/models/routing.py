@@ -70,14 +70,14 @@ def _routed_forward(layer: Any, router: AdapterRouter) -> Any:
         if len(route) == 1:
             name = route[0][0]
             return result if name is None else result + _delta(layer, name, x, result.dtype)
-        pieces, start = [], 0
         axis = int(len(x) == 1)  # several groups in one row: it is packed
-        for name, count in route:
-            piece = result.narrow(axis, start, count)
-            if name is not None:
-                piece = piece + _delta(layer, name, x.narrow(axis, start, count), result.dtype)
-            pieces.append(piece)
-            start += count
+        counts = [count for _, count in route]
+        pieces = [
+            piece if name is None else piece + _delta(layer, name, rows, result.dtype)
+            for (name, _), piece, rows in zip(
+                route, result.split(counts, axis), x.split(counts, axis), strict=True
+            )
+        ]
         return torch.cat(pieces, dim=axis)
 
     return forward
