@@ -455,10 +455,16 @@ class PPOConfig(Section):
         description="Log-probs by liger-kernel's chunked loss, at every ratio level; without entropies, for heads that neither cap nor scale logits.",
     )
     fuse_actor_critic_pass: bool | None = Field(
-        None, description="Actor and critic rows in one pass over the base; null fuses off CUDA."
+        None,
+        description="Actor and critic rows in one pass over the base where several optimizer steps follow; null where the memory estimate says that it fits the device.",
     )
-    gradient_checkpointing: bool = Field(
-        False, description="Recompute layer activations in the backward pass."
+    gradient_checkpointing: bool | None = Field(
+        None,
+        description="Recompute layer activations in the backward pass; null only where the memory estimate says that keeping them doesn't fit the device.",
+    )
+    max_row_tokens: Positive | None = Field(
+        None,
+        description="Longest training row that the memory estimate sizes for; null takes `max_model_len`.",
     )
     calc_position_embeddings: bool = Field(True, description="Pass explicit position ids to the model.")
     use_sequence_packing: bool = Field(

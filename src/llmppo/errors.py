@@ -29,6 +29,10 @@ class NonFiniteError(LlmppoError):
     """A loss or gradient is NaN or infinite; names the episodes, raised before any weight changes."""
 
 
+class MemoryShortError(LlmppoError):
+    """A learn step needs more memory than there is; names the settings that lower it."""
+
+
 class EngineError(LlmppoError):
     """A generation engine can't be started, can't be reached, or refused a request."""
 

@@ -29,7 +29,8 @@ DIFFERENCES = """\
 | loss normalisation | mean of each micro-batch | units of the whole mini-batch | Gradients must not depend on `micro_batch_size_per_gpu`. |
 | indivisible batch sizes | refused | the last mini-batch is smaller | Nothing is gained by refusing. |
 | `top_k` | 50 | 0 (off) | A filter needs `sampling_supports` in `learn`; one that is on by default would make every ratio wrong without. |
-| `gradient_checkpointing` | True | False | It costs a pass; switch it on where memory is short. |
+| `gradient_checkpointing` | True | None: where the estimate says that activations don't fit the device | It costs a pass (docs/performance.md). |
+| `fuse_actor_critic_pass=None` | fuses always off CUDA | fuses where the estimate fits the device, CPU or GPU | The same rule everywhere. |
 | `use_liger_loss` | True, at token level only | False, at every level | Only the log-probs come from Liger; the losses are ours. On a CPU its pass over a head costs more time than our tiles (docs/performance.md). |
 | weight decay | 0.01, fixed | `weight_decay`, 0 | It would pull adapters towards the base behind the KL's back. |
 | value clip | always `clip_coef` | `vf_clip_coef`, `clip_coef` by default | Returns have a scale of their own. Warm-up steps don't clip values. |

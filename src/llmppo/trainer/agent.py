@@ -111,8 +111,7 @@ class LLMPPO(Bookkeeping):
             separate_reference=self.config.use_separate_reference_adapter,
             seed=seed,
         )
-        self.model.checkpointing(self.config.gradient_checkpointing)
-        self.model.explicit_positions = self.config.calc_position_embeddings
+        self._apply_to_model()
         self.model.packing(self.config.use_sequence_packing)
         self._scorer()  # refuses a model that can't be scored so, before any learn call
         self.optimizer = RoleOptimizer(self.model, self.config)
@@ -389,6 +388,7 @@ class LLMPPO(Bookkeeping):
             ),
             batch=batch,
             config=config,
+            plan=self.plan,
             max_turns=self.max_turns,
             seed=self.seed,
             learn_step=self.learn_steps,

@@ -21,6 +21,7 @@ from llmppo.errors import ArtefactError, ConfigError
 from llmppo.models.adapted import ACTOR, CRITIC, REFERENCE, AdaptedModel
 from llmppo.models.quantized import is_quantized
 from llmppo.trainer.checkpoint import Checkpoint, Snapshot, lora_fields, require_same_lora
+from llmppo.trainer.memory import ModelShape, PassPlan, choose, device_bytes
 from llmppo.trainer.optimizer import RoleOptimizer
 from llmppo.trainer.returns import RunningReturns
 from llmppo.trainer.settings import SETTINGS, split_settings
@@ -45,6 +46,7 @@ class AgentState:
     config: PPOConfig
     sampling: SamplingConfig
     model: AdaptedModel
+    plan: PassPlan
     optimizer: RoleOptimizer
     running_returns: RunningReturns
     pad_token_id: int | None
@@ -72,14 +74,23 @@ class AgentState:
         for name in ("critic", "use_separate_reference_adapter"):
             if getattr(config, name) != getattr(self.config, name):
                 raise ConfigError(f"{name} is fixed when the agent is made; create a new agent")
-        if config.gradient_checkpointing != self.config.gradient_checkpointing:
-            self.model.checkpointing(config.gradient_checkpointing)
-        self.model.explicit_positions = config.calc_position_embeddings
         if config.use_sequence_packing != self.config.use_sequence_packing:
             self.model.packing(config.use_sequence_packing)
         self.running_returns.enabled = config.normalize_returns
         self.config, self.sampling = config, sampling
         self._engine = None
+        self._apply_to_model()
+
+    def _apply_to_model(self) -> None:
+        """How the model runs its passes, by the settings and what fits the device."""
+        self.plan = choose(
+            self.config,
+            self.sampling.max_model_len,
+            ModelShape.of(self.model),
+            device_bytes(self.model.device),
+        )
+        self.model.checkpointing(self.plan.checkpointing)
+        self.model.explicit_positions = self.config.calc_position_embeddings
 
     # -- adapters -----------------------------------------------------------------------------
 

@@ -9,19 +9,20 @@ log-probs, values and reference log-probs. The reference runs only when `beta > 
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from llmppo.config import PPOConfig
-from llmppo.errors import NonFiniteError
+from llmppo.errors import MemoryShortError, NonFiniteError
 from llmppo.models.adapted import AdaptedModel
 from llmppo.ppo import losses
 from llmppo.ppo.advantages import Advantages, token_advantages, token_rewards, turn_advantages, whiten
 from llmppo.ppo.units import Level, pool, unit_mask, zero_masked
 from llmppo.seeding import derive_seed
 from llmppo.trainer.batch import UpdateBatch
+from llmppo.trainer.memory import PassPlan, is_out_of_memory, ways_out
 from llmppo.trainer.metrics import Sums, learn_metrics
 from llmppo.trainer.optimizer import ROLES, RoleOptimizer
 from llmppo.trainer.passes import Passes, RoleOutput, RolePass
@@ -58,6 +59,7 @@ class Update:
     passes: Passes
     batch: UpdateBatch
     config: PPOConfig
+    plan: PassPlan
     max_turns: int
     seed: int
     learn_step: int
@@ -107,6 +109,19 @@ class Update:
     # -- the learn call -----------------------------------------------------------------------
 
     def run(self) -> Outcome:
+        """Carry the learn call out. Raises NonFiniteError and MemoryShortError."""
+        try:
+            return self._run()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            plan = replace(self.plan, fused=self.plan.fused and not self.single_step)
+            ways = "; ".join(ways_out(self.config, plan))
+            raise MemoryShortError(
+                f"learn step {self.learn_step} ran out of memory on {self.model.device}. Set under `ppo`, the smallest change first: {ways}"
+            ) from error
+
+    def _run(self) -> Outcome:
         self.optimizer.zero_grad()
         self._require_finite_rows(self.rewards, "rewards")
         with self._timed("prepare"):
@@ -184,7 +199,7 @@ class Update:
                 for micro in self.passes.micro_batches(rows):
                     if self.warmup:
                         self._critic_micro(micro, totals)
-                    elif self.model.critic == "head" or self._fused:
+                    elif self.model.critic == "head" or self.plan.fused:
                         self._fused_micro(micro, totals, old_is_new)
                     else:
                         self._actor_micro(micro, totals, old_is_new)
@@ -195,11 +210,6 @@ class Update:
                 seen = self.sums.totals["actor/tokens"] - before.get("actor/tokens", 0.0)
                 if moved / max(seen, 1.0) > self.config.target_kl:
                     break
-
-    @property
-    def _fused(self) -> bool:
-        choice = self.config.fuse_actor_critic_pass
-        return choice if choice is not None else self.model.device.type != "cuda"
 
     # -- advantages ---------------------------------------------------------------------------
 

@@ -1,0 +1,170 @@
+"""How much memory a learn step takes over the loaded model, estimated from shapes alone.
+
+The peak is in a gradient pass: what a micro-batch's layers keep for their backward pass, and on top of it
+either the logits of one head tile or the gradients in flight through one layer. Optimizer state and gradients
+of the adapters stand beside it. `choose` picks the fastest way to run a pass that fits.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from llmppo.config import PPOConfig
+from llmppo.models.adapted import AdaptedModel
+from llmppo.models.head import default_tile_rows
+
+USABLE = 0.85  # of a device's memory; the rest is the libraries' and the allocator's
+HEAD_TILES = 4  # fp32 tiles of logits that live together while one is differentiated
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a causal LM whose `layers` (those that are run with gradient) hold LoRA adapters."""
+
+    hidden: int
+    layers: int
+    attention: int  # heads x head size
+    key_value: int
+    intermediate: int
+    vocabulary: int
+    rank: int
+    trainable: int  # weights of all adapters that train
+    frozen_bytes: int  # of the loaded base
+    element_bytes: int = 4  # of an activation
+
+    @classmethod
+    def of(cls, model: AdaptedModel) -> Self:
+        config = model.base.config.get_text_config()
+        heads = config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        groups = getattr(config, "num_key_value_heads", None) or heads
+        return cls(
+            hidden=config.hidden_size,
+            layers=config.num_hidden_layers - model.first_adapted,
+            attention=heads * size,
+            key_value=groups * size,
+            intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            vocabulary=model.head.vocabulary,
+            rank=max(model.peft.peft_config["actor"].r, 1),
+            trainable=sum(p.numel() for role in ("actor", "critic") for p in model.parameters(role)),
+            frozen_bytes=sum(p.numel() * p.element_size() for p in model.peft.parameters()),
+            element_bytes=model.head.module.weight.element_size(),
+        )
+
+
+@dataclass(frozen=True)
+class PassPlan:
+    """How gradient passes are run: layers recomputed in the backward pass or kept, roles together or apart."""
+
+    checkpointing: bool
+    fused: bool
+
+
+def step_bytes(
+    shape: ModelShape,
+    plan: PassPlan,
+    *,
+    rows: int,
+    row_tokens: int,
+    action_tokens: int,
+    tile_rows: int | None,
+) -> int:
+    """Peak bytes over the loaded model of a learn step.
+
+    `rows` of `row_tokens` tokens run in one backward pass, of which the head scores `action_tokens`,
+    `tile_rows` at a time (None: the default).
+    """
+    tokens = rows * row_tokens * (2 if plan.fused else 1)
+    hidden, attention, intermediate = shape.hidden, shape.attention, shape.intermediate
+    # Kept by one layer for each token: both residual states and their norms; queries, keys, values and the
+    # attention's output; gate, its activation, up and their product; the middle of each adapter.
+    kept = shape.element_bytes * (4 * hidden + 3 * attention + 2 * shape.key_value + 4 * intermediate)
+    kept += 4 * 7 * shape.rank
+    if shape.element_bytes < 4:  # fp32 copies of what norms and each adapter read
+        kept += 4 * (2 * hidden + 5 * hidden + attention + intermediate)
+    in_flight = 2 * shape.element_bytes * (hidden + intermediate)
+    stored = shape.layers * (shape.element_bytes * hidden if plan.checkpointing else kept)
+    layer = kept + in_flight if plan.checkpointing else in_flight
+    tile = min(tile_rows or default_tile_rows(shape.vocabulary), action_tokens)
+    head = HEAD_TILES * 4 * tile * shape.vocabulary
+    return 12 * shape.trainable + tokens * stored + max(head, tokens * layer)
+
+
+def choose(config: PPOConfig, max_model_len: int, shape: ModelShape, memory: int) -> PassPlan:
+    """The fastest plan that fits the device, of those that `gradient_checkpointing` and `fuse_actor_critic_pass` leave.
+
+    Sized for the longest rows that training may see, so that no batch changes it. The smallest one where none fits.
+    """
+    row_tokens = config.max_row_tokens or max_model_len
+    rows = config.micro_batch_size_per_gpu or config.mini_batch_size or config.batch_size
+    if config.max_tokens_per_micro_batch is not None:
+        rows = min(rows, max(1, config.max_tokens_per_micro_batch // row_tokens))
+    plans = [
+        PassPlan(checkpointing, fused)
+        for checkpointing in _allowed(config.gradient_checkpointing, (False, True))
+        for fused in (
+            (False,) if config.critic == "head" else _allowed(config.fuse_actor_critic_pass, (True, False))
+        )
+    ]
+    room = USABLE * memory - shape.frozen_bytes
+    for plan in plans:
+        needed = step_bytes(
+            shape,
+            plan,
+            rows=rows,
+            row_tokens=row_tokens,
+            action_tokens=rows * row_tokens,
+            tile_rows=config.chunk_rows,
+        )
+        if needed <= room:
+            return plan
+    return plans[-1]
+
+
+def _allowed(choice: bool | None, order: tuple[bool, bool]) -> Iterable[bool]:
+    return order if choice is None else (choice,)
+
+
+def device_bytes(device: torch.device) -> int:
+    """All memory of a GPU, or of this machine within the limit of its control group.
+
+    Not what is free at the moment: the same settings must run the same way twice.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+        return min(total, int(text))
+    return total
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is an allocator's, of a GPU or of the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        text in str(error) for text in ("can't allocate memory", "CUDA out of memory")
+    )
+
+
+def ways_out(config: PPOConfig, plan: PassPlan) -> list[str]:
+    """Settings that would lower the peak and aren't set yet, the smallest change first."""
+    rows = config.micro_batch_size_per_gpu or config.mini_batch_size or config.batch_size
+    found = []
+    if plan.fused:
+        found.append("fuse_actor_critic_pass: false (same results)")
+    if rows > 1:
+        found.append(f"micro_batch_size_per_gpu: {rows // 2} (now {rows}; same gradients)")
+    if not plan.checkpointing:
+        found.append("gradient_checkpointing: true (same gradients, about a third slower)")
+    if config.chunk_rows is None:
+        found.append("chunk_rows: 128 (smaller tiles of logits)")
+    return [
+        *found,
+        "or, outside `ppo`, lora.top_layers, base_model.quantization, a shorter rollout.max_model_len",
+    ]
