@@ -462,6 +462,10 @@ class PPOConfig(Section):
         None,
         description="Recompute layer activations in the backward pass; null only where the memory estimate says that keeping them doesn't fit the device.",
     )
+    activation_offload: bool = Field(
+        False,
+        description="On a GPU, keep what the backward pass needs in host memory; a no-op on a CPU, and in passes without gradient.",
+    )
     max_row_tokens: Positive | None = Field(
         None,
         description="Longest training row that the memory estimate sizes for; null takes `max_model_len`.",

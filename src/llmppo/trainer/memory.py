@@ -152,7 +152,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def ways_out(config: PPOConfig, plan: PassPlan) -> list[str]:
+def ways_out(config: PPOConfig, plan: PassPlan, device: torch.device) -> list[str]:
     """Settings that would lower the peak and aren't set yet, the smallest change first."""
     rows = config.micro_batch_size_per_gpu or config.mini_batch_size or config.batch_size
     found = []
@@ -162,6 +162,8 @@ def ways_out(config: PPOConfig, plan: PassPlan) -> list[str]:
         found.append(f"micro_batch_size_per_gpu: {rows // 2} (now {rows}; same gradients)")
     if not plan.checkpointing:
         found.append("gradient_checkpointing: true (same gradients, about a third slower)")
+    if device.type == "cuda" and not config.activation_offload:
+        found.append("activation_offload: true (same gradients, slower)")
     if config.chunk_rows is None:
         found.append("chunk_rows: 128 (smaller tiles of logits)")
     return [

@@ -9,7 +9,9 @@ log-probs, values and reference log-probs. The reference runs only when `beta > 
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from llmppo.seeding import derive_seed
 from llmppo.trainer.batch import UpdateBatch
 from llmppo.trainer.memory import PassPlan, is_out_of_memory, ways_out
 from llmppo.trainer.metrics import Sums, learn_metrics
+from llmppo.trainer.offload import OffloadActivations
 from llmppo.trainer.optimizer import ROLES, RoleOptimizer
 from llmppo.trainer.passes import Passes, RoleOutput, RolePass
 from llmppo.trainer.returns import RunningReturns
@@ -116,7 +119,7 @@ class Update:
             if not is_out_of_memory(error):
                 raise
             plan = replace(self.plan, fused=self.plan.fused and not self.single_step)
-            ways = "; ".join(ways_out(self.config, plan))
+            ways = "; ".join(ways_out(self.config, plan, self.model.device))
             raise MemoryShortError(
                 f"learn step {self.learn_step} ran out of memory on {self.model.device}. Set under `ppo`, the smallest change first: {ways}"
             ) from error
@@ -359,22 +362,33 @@ class Update:
     def _critic_micro(self, micro: Sequence[int], totals: dict[str, float], first: bool = False) -> None:
         roles = [self.passes.critic]
         with self._timed("forward_backward"), self.model.router.using(self.passes.route(micro, roles)):
-            (output,) = self.passes.run(micro, roles, self.bootstrapping and first)
+            with self._offloading():
+                (output,) = self.passes.run(micro, roles, self.bootstrapping and first)
             self._value_terms(micro, output, totals, first).backward()
 
     def _actor_micro(self, micro: Sequence[int], totals: dict[str, float], old_is_new: bool) -> None:
         roles = [self.passes.actor]
         with self._timed("forward_backward"), self.model.router.using(self.passes.route(micro, roles)):
-            (output,) = self.passes.run(micro, roles)
+            with self._offloading():
+                (output,) = self.passes.run(micro, roles)
             self._policy_terms(micro, output, totals, old_is_new).backward()
 
     def _fused_micro(self, micro: Sequence[int], totals: dict[str, float], old_is_new: bool) -> None:
         head = self.model.critic == "head"
         roles = [self.passes.actor] if head else [self.passes.actor, self.passes.critic]
         with self._timed("forward_backward"), self.model.router.using(self.passes.route(micro, roles)):
-            outputs = self.passes.run(micro, roles)
+            with self._offloading():
+                outputs = self.passes.run(micro, roles)
             policy = self._policy_terms(micro, outputs[0], totals, old_is_new)
             (policy + self._value_terms(micro, outputs[-1], totals, first=False)).backward()
+
+    def _offloading(self) -> AbstractContextManager[Any]:
+        """Of a gradient pass, where its activations wait for the backward pass."""
+        return (
+            OffloadActivations(self.model.peft.parameters())
+            if self.config.activation_offload
+            else nullcontext()
+        )
 
     def _require_finite(self, loss: Tensor, outputs: Tensor, micro: Sequence[int], role: str) -> None:
         if bool(torch.isfinite(loss)):
