@@ -462,6 +462,10 @@ class PPOConfig(Section):
         None,
         description="Recompute layer activations in the backward pass; null only where the memory estimate says that keeping them doesn't fit the device.",
     )
+    torch_compiler: str | None = Field(
+        None,
+        description="Mode of `torch.compile` (`default`, `max-autotune`, ...) for the decoder layers in the update; null runs them as they are.",
+    )
     activation_offload: bool = Field(
         False,
         description="On a GPU, keep what the backward pass needs in host memory; a no-op on a CPU, and in passes without gradient.",

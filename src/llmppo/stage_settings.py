@@ -48,6 +48,7 @@ WARMUP_FIELDS = (
     "critic_warmup_steps",
     "use_separate_reference_adapter",
     "gradient_checkpointing",
+    "torch_compiler",
     "activation_offload",
     "max_row_tokens",
     "calc_position_embeddings",

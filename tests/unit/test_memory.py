@@ -157,10 +157,10 @@ def test_what_lowers_the_peak_lowers_the_estimate(smaller: dict[str, int]) -> No
 def test_small_models_keep_activations_and_run_roles_together() -> None:
     agent = tiny_agent()
     assert agent.plan == PassPlan(checkpointing=False, fused=True)
-    assert not agent.model.recompute
+    assert not agent.model.layers.recompute
     agent.gradient_checkpointing = True
     assert agent.plan.checkpointing
-    assert agent.model.recompute
+    assert agent.model.layers.recompute
     assert 2**28 < device_bytes(torch.device("cpu")) < 2**50
 
 

@@ -14,11 +14,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from llmppo.config import LoraSection
 from llmppo.errors import ConfigError
 from llmppo.models.head import OutputHead
+from llmppo.models.layers import LayerRunner
 from llmppo.models.packing import BY_ROW, row_positions
 from llmppo.models.quantized import prepare_quantized
 from llmppo.models.routing import AdapterRouter, Route
@@ -148,7 +148,7 @@ class AdaptedModel:
         self.peft.eval()
         self.head = OutputHead(base)
         self.decoder = base.get_decoder()
-        self.recompute = False
+        self.layers = LayerRunner(self.decoder)
         self.explicit_positions = True
         self.first_adapted = self._first_adapted_layer()
         self._check_forward()
@@ -200,7 +200,7 @@ class AdaptedModel:
 
     def lower(self, token_ids: Tensor, packed: Sequence[int] | None = None) -> Tensor:
         """[B, T] ids to [B, T, H]: the output of the frozen layers below the first adapted one."""
-        with torch.no_grad(), self._only_layers("lower"):
+        with torch.no_grad(), self.layers.update_pass(), self._only_layers("lower"):
             return self._decode(packed, input_ids=token_ids)
 
     def hidden(
@@ -216,7 +216,7 @@ class AdaptedModel:
         `lower` [B, T, H] is the stored output of `lower` for the same rows. `packed` says that `token_ids` [1, T] are
         rows of these lengths, one after the other (see `packing`).
         """
-        with self.router.using(route):
+        with self.router.using(route), self.layers.update_pass():
             if lower is None:
                 return self._decode(packed, input_ids=token_ids)
             with self._only_layers("upper"):
@@ -236,21 +236,6 @@ class AdaptedModel:
         """Values [...] in fp32 of final hidden states [..., H]; `critic="head"` passes no gradient to the trunk."""
         states = hidden.detach() if self.critic == "head" else hidden
         return self.value_head(states.float()).squeeze(-1)
-
-    def checkpointing(self, on: bool) -> None:
-        """Recompute decoder layers in the backward pass of gradient passes; sampling and other passes don't change.
-
-        transformers' own switch would need layers in training mode, and then they refuse the KV cache.
-        """
-        layers = getattr(self.decoder, "layers", None)
-        if layers is None:
-            if on:
-                raise ConfigError("gradient_checkpointing needs a model with a list of decoder layers")
-            return
-        self.recompute = on
-        for layer in layers:
-            if on and "forward" not in vars(layer):
-                layer.forward = _recomputed_forward(layer.forward, self)
 
     def base_state(self) -> dict[str, Tensor]:
         """The base model's own weights under the names that they had before it was adapted."""
@@ -329,12 +314,3 @@ class AdaptedModel:
                         stacklevel=3,
                     )
                     self.first_adapted = 0
-
-
-def _recomputed_forward(run: Any, model: AdaptedModel) -> Any:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if model.recompute and torch.is_grad_enabled():
-            return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-        return run(*args, **kwargs)
-
-    return forward

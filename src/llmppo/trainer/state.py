@@ -89,8 +89,12 @@ class AgentState:
             ModelShape.of(self.model),
             device_bytes(self.model.device),
         )
-        self.model.checkpointing(self.plan.checkpointing)
+        self.model.layers.set(self.plan.checkpointing, self.config.torch_compiler)
         self.model.explicit_positions = self.config.calc_position_embeddings
+
+    def recompile(self) -> None:
+        """Compile the decoder layers anew in the next pass; without `torch_compiler` nothing is compiled."""
+        self.model.layers.recompile()
 
     # -- adapters -----------------------------------------------------------------------------
 
