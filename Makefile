@@ -24,7 +24,7 @@ export TOKENIZERS_PARALLELISM = false
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make run      train the default experiment, or go on with it (ARGS='--set iterations=40' passes options)"
+	@echo "make run      train the default experiment, or go on with it (ARGS='--set iterations=100' passes options)"
 	@echo "make ui       MLflow UI on the results"
 	@echo "make test     all checks and tests"
 	@echo "make lint     ruff, mypy, snakemake --lint, snakefmt"
