@@ -236,6 +236,10 @@ BASE = option("base", FOLDER, "Base model folder.")
 POLICY = option("policy", FOLDER, "Policy folder `policy/<iteration>`.")
 DATASET = option("dataset", FOLDER, "Dataset folder, for environments that read rows.", required=False)
 ITERATION = option("iteration", click.IntRange(min=0), "Iteration number.")
+EVALUATION = option(
+    "evaluation", FILE, "Evaluation metrics of that policy, when `stop_at` needs them.", required=False
+)
+PRUNABLE = click.Choice(["optimizer", "weights"])
 RUN_DIR = option("run-dir", FOLDER, "Folder of the chain: `<experiment>/<variant>/seed-<seed>`.")
 
 
@@ -289,15 +293,10 @@ for command in (
         option("policy", FOLDER, "Policy folder of the iteration before."),
         SEED,
         ITERATION,
-        option(
-            "evaluation",
-            FILE,
-            "Evaluation metrics of that policy, when `stop_at` needs them.",
-            required=False,
-        ),
+        EVALUATION,
         option(
             "prune",
-            click.Choice(["optimizer", "weights"]),
+            PRUNABLE,
             "What to delete of the policy before that one, once all is written; nothing without it.",
             required=False,
         ),
@@ -305,6 +304,26 @@ for command in (
         option("advantages", FILE, "Parquet file of values, advantages and returns to write."),
         option("metrics", FILE, "JSON file of metrics to write."),
         rollout_files(required=True),
+    ),
+    stage_command(
+        "iterations",
+        "Run several iterations of a chain in one process: rollouts, shard after shard, and update.",
+        BASE,
+        DATASET,
+        SEED,
+        option("first", click.IntRange(min=1), "First iteration."),
+        option("last", click.IntRange(min=1), "Last iteration."),
+        option("chain", FOLDER, "Folder of the chain, which has the policy before the first iteration."),
+        EVALUATION,
+        click.Option(
+            ["--prune"],
+            type=(int, PRUNABLE),
+            multiple=True,
+            help="A policy, and what to delete of it once no iteration needs it. Repeatable.",
+        ),
+        option(
+            "code", click.STRING, "Token of the code: what another one left unfinished is not gone on with."
+        ),
     ),
     stage_command(
         "evaluate",

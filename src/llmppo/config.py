@@ -613,6 +613,10 @@ class ExperimentConfig(Section):
         1,
         description="Adapters are kept every n-th iteration, where evaluated, and for the latest two; optimizer state for policy 0 and the latest two.",
     )
+    iterations_per_job: Positive = Field(
+        1,
+        description="Iterations that one job runs, shard after shard in one process: fewer and longer jobs, the same files. Counts for iterations that no chain has reached; where `stop_at` watches an evaluation, a job ends where one is due.",
+    )
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where models run.")
     stop_at: StopConfig | None = Field(None, description="Ends a chain early; null runs all iterations.")
     base_model: BaseModelConfig

@@ -12,6 +12,41 @@ def _number(value: int | str) -> str:
     return f"{value:04d}" if isinstance(value, int) else value
 
 
+def shards(batch_size: int, shard_size: int) -> range:
+    """Numbers of the shards that a batch of episodes is sampled in."""
+    return range(-(-batch_size // shard_size))
+
+
+@dataclass(frozen=True)
+class ChainLayout:
+    """The paths of one chain's iterations below `root`."""
+
+    root: str
+
+    def policy(self, iteration: int | str) -> str:
+        return f"{self.root}/policy/{_number(iteration)}"
+
+    def policy_manifest(self, iteration: int | str) -> str:
+        return f"{self.policy(iteration)}/manifest.json"
+
+    def iteration(self, iteration: int | str) -> str:
+        return f"{self.root}/iterations/{_number(iteration)}"
+
+    def rollout(self, iteration: int | str, shard: int | str) -> str:
+        return f"{self.iteration(iteration)}/rollouts/shard-{shard}.parquet"
+
+    def advantages(self, iteration: int | str) -> str:
+        return f"{self.iteration(iteration)}/advantages.parquet"
+
+    def metrics(self, iteration: int | str) -> str:
+        return f"{self.iteration(iteration)}/metrics.json"
+
+    @property
+    def unfinished(self) -> "ChainLayout":
+        """Where a job of several iterations keeps what it has done until its last one is."""
+        return ChainLayout(f"{self.root}/unfinished")
+
+
 @dataclass(frozen=True)
 class Layout:
     """The paths below `results` for one experiment; `key` is a hash of what a shared artefact depends on."""
@@ -31,6 +66,11 @@ class Layout:
     @property
     def mlflow_database(self) -> str:
         return f"{self.results}/mlflow.db"
+
+    @property
+    def jobs(self) -> str:
+        """Which iterations run as one job, once there are jobs of several."""
+        return f"{self.root}/jobs.json"
 
     @property
     def report(self) -> str:
@@ -85,23 +125,23 @@ class Layout:
     def config(self, variant: str, seed: int | str) -> str:
         return f"{self.chain(variant, seed)}/config.yaml"
 
+    def of_chain(self, variant: str, seed: int | str) -> ChainLayout:
+        return ChainLayout(self.chain(variant, seed))
+
     def policy(self, variant: str, seed: int | str, iteration: int | str) -> str:
-        return f"{self.chain(variant, seed)}/policy/{_number(iteration)}"
+        return self.of_chain(variant, seed).policy(iteration)
 
     def warmup_metrics(self, variant: str, seed: int | str) -> str:
         return f"{self.chain(variant, seed)}/warmup/metrics.json"
 
-    def iteration(self, variant: str, seed: int | str, iteration: int | str) -> str:
-        return f"{self.chain(variant, seed)}/iterations/{_number(iteration)}"
-
     def rollout(self, variant: str, seed: int | str, iteration: int | str, shard: int | str) -> str:
-        return f"{self.iteration(variant, seed, iteration)}/rollouts/shard-{shard}.parquet"
+        return self.of_chain(variant, seed).rollout(iteration, shard)
 
     def advantages(self, variant: str, seed: int | str, iteration: int | str) -> str:
-        return f"{self.iteration(variant, seed, iteration)}/advantages.parquet"
+        return self.of_chain(variant, seed).advantages(iteration)
 
     def metrics(self, variant: str, seed: int | str, iteration: int | str) -> str:
-        return f"{self.iteration(variant, seed, iteration)}/metrics.json"
+        return self.of_chain(variant, seed).metrics(iteration)
 
     def evaluation(self, variant: str, seed: int | str, iteration: int | str) -> str:
         return f"{self.chain(variant, seed)}/evaluations/{_number(iteration)}"

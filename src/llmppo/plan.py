@@ -22,7 +22,8 @@ from llmppo.config import (
 from llmppo.errors import ConfigError
 from llmppo.experiment import variant_config
 from llmppo.files import canonical_json, digest, files_of
-from llmppo.layout import Layout
+from llmppo.grain import Block, partition, reached, record, recorded
+from llmppo.layout import Layout, shards
 from llmppo.ownership import near
 from llmppo.stage_settings import STAGES, chain_config, resources_of, stage_settings
 
@@ -185,6 +186,44 @@ class Plan:
         given = [] if dataset is None else [path for path in (dataset.train, dataset.eval) if path]
         return [str(file) for path in given for file in files_of(path)]
 
+    # Jobs of one or of several iterations.
+
+    @cached_property
+    def jobs(self) -> list[range]:
+        """The iterations of each job, in order; all chains share the partition."""
+        size, record = self.experiment.iterations_per_job, self.layout.jobs
+        ends = recorded(record)
+        if size == 1 and not ends:
+            return partition(self.last, 1)
+        stop = self.experiment.stop_at
+        cut = self.experiment.evaluation.every if stop and stop.metric.startswith("eval/") else None
+        done = reached(self.layout.of_chain(*chain) for chain in self.chains)
+        return partition(self.last, size, ends=ends, reached=done, cut=cut)
+
+    def record_jobs(self) -> None:
+        """Let later runs find the partition, whatever `iterations_per_job` they have."""
+        record(self.layout.jobs, self.jobs)
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """The jobs of several iterations."""
+        variants: dict[range, list[str]] = {}
+        for variant in self.variants:
+            variants.setdefault(self.shards(variant), []).append(variant)
+        return [
+            Block(iterations, shards, tuple(names))
+            for iterations in self.jobs
+            if len(iterations) > 1
+            for shards, names in variants.items()
+        ]
+
+    @cached_property
+    def single(self) -> str:
+        """Pattern of the iterations whose rollouts and update are jobs of their own."""
+        if not self.blocks:
+            return r"(?!0000)\d\d\d\d+"
+        return "|".join(f"{job[0]:04d}" for job in self.jobs if len(job) == 1) or "(?!)"
+
     # Artefacts of a chain, as files that Snakemake watches. A folder is represented by its manifest.
 
     def base_manifest(self, variant: str, seed: int) -> str:
@@ -198,11 +237,11 @@ class Plan:
         return self.layout.baselines(self.baselines_key)
 
     def policy_manifest(self, variant: str, seed: int, iteration: int) -> str:
-        return f"{self.layout.policy(variant, seed, iteration)}/manifest.json"
+        return self.layout.of_chain(variant, seed).policy_manifest(iteration)
 
     def shards(self, variant: str) -> range:
         config = self.variants[variant]
-        return range(-(-config.ppo.batch_size // config.rollout.shard_size))
+        return shards(config.ppo.batch_size, config.rollout.shard_size)
 
     def rollouts(self, variant: str, seed: int, iteration: int) -> list[str]:
         return [self.layout.rollout(variant, seed, iteration, shard) for shard in self.shards(variant)]
@@ -250,6 +289,17 @@ class Plan:
         """`prunable` as an argument of `llmppo update`."""
         what = self.prunable(iteration)
         return f"--prune {what}" if what else ""
+
+    def prune_options(self, block: Block) -> str:
+        """What a job of several iterations prunes, as arguments of `llmppo iterations`.
+
+        Never the policy that it starts from, which it needs until Snakemake knows that it is done: that is left to
+        the next job.
+        """
+        before = next((job for job in self.jobs if job[-1] == block.first - 1), range(1))
+        policies = {before[0] - 1, *range(block.first - 2, block.last - 1)} - {block.first - 1}
+        kinds = {policy: self.prunable(policy + 2) for policy in sorted(policies)}
+        return " ".join(f"--prune {policy} {what}" for policy, what in kinds.items() if what)
 
     def updates(self, variant: str, seed: int) -> list[str]:
         return [self.layout.metrics(variant, seed, i) for i in range(1, self.last + 1)]

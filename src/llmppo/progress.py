@@ -6,10 +6,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmppo.layout import ChainLayout
 from llmppo.plan import Plan
 from llmppo.snakelog import SnakemakeLog
 
@@ -33,6 +35,11 @@ def _metrics(path: Path) -> dict[str, Any]:
         return {}
 
 
+def _paths(chain: ChainLayout, iterations: int) -> list[Path]:
+    """The metrics files of a chain's iterations, from the first on."""
+    return [Path(chain.metrics(iteration)) for iteration in range(1, iterations + 1)]
+
+
 @dataclass
 class ChainProgress:
     """One variant and seed: iterations done, and the last one's scores."""
@@ -40,13 +47,15 @@ class ChainProgress:
     variant: str
     seed: int
     files: list[Path]  # metrics of iterations 1..n
-    before: dict[Path, float] = field(default_factory=dict)  # mtime of what an earlier run left
+    unfinished: list[Path]  # where a job of several iterations writes them first
+    before: dict[int, float] = field(default_factory=dict)  # index to mtime of what an earlier run left
     done: int = 0
     stopped: bool = False
     scores: str = ""
 
     def __post_init__(self) -> None:
-        self.before = {path: path.stat().st_mtime for path in self.files if path.exists()}
+        times = ((index, self._written(index)) for index in range(len(self.files)))
+        self.before = {index: written for index, written in times if written is not None}
         self.done = self._kept()
         if self.done:
             self._read(self.done)
@@ -59,12 +68,20 @@ class ChainProgress:
     def left(self) -> int:
         return 0 if self.stopped else len(self.files) - self.done
 
+    def _written(self, index: int) -> float | None:
+        """When the metrics of an iteration were written; None where there are none."""
+        for path in (self.files[index], self.unfinished[index]):
+            with suppress(FileNotFoundError):
+                return path.stat().st_mtime
+        return None
+
     def _kept(self) -> int:
         """Iterations from the first on whose metrics an earlier run left and that still stand."""
-        return next((i for i, path in enumerate(self.files) if path not in self.before), len(self.files))
+        return next((index for index in range(len(self.files)) if index not in self.before), len(self.files))
 
     def _read(self, iteration: int) -> None:
-        content = _metrics(self.files[iteration - 1])
+        index = iteration - 1
+        content = _metrics(self.files[index]) or _metrics(self.unfinished[index])
         metrics = content.get("metrics", {})
         if "stopped_at" in content:
             self.stopped, self.scores = (
@@ -79,15 +96,15 @@ class ChainProgress:
 
     def advance(self) -> Iterator[str]:
         """A line for each iteration that finished since the last look; old files count until redone."""
-        for path in list(self.before):
-            if not path.exists():
-                del self.before[path]
+        for index in list(self.before):
+            if self._written(index) is None:
+                del self.before[index]
                 self.done = min(self.done, self._kept())
         while self.done < len(self.files):
-            path = self.files[self.done]
-            if not path.exists() or path.stat().st_mtime == self.before.get(path):
+            written = self._written(self.done)
+            if written is None or written == self.before.get(self.done):
                 return
-            self.before[path] = path.stat().st_mtime
+            self.before[self.done] = written
             self.done += 1
             was_stopped = self.stopped
             self._read(self.done)
@@ -103,8 +120,9 @@ class Progress:
     def __init__(self, plan: Plan, log: SnakemakeLog) -> None:
         self.log = log
         self.chains = [
-            ChainProgress(variant, seed, [Path(path) for path in plan.updates(variant, seed)])
+            ChainProgress(variant, seed, _paths(done, plan.last), _paths(done.unfinished, plan.last))
             for variant, seed in plan.chains
+            for done in [plan.layout.of_chain(variant, seed)]
         ]
         self._finished: deque[float] = deque(maxlen=RECENT)
 

@@ -16,12 +16,22 @@ from typing import Any, TextIO
 import click
 
 from llmppo.errors import ConfigError, LlmppoError
-from llmppo.files import write_json
+from llmppo.files import MANIFEST, write_json
 from llmppo.process import die_with_workflow, redirect_output, thread_environment
 from llmppo.worker.client import delegate, offered
 
 FILE = click.Path(path_type=Path, dir_okay=False)
-FOLDER = click.Path(path_type=Path, file_okay=False)
+
+
+class Folder(click.Path):
+    """A folder; a rule names it by the manifest in it, which is the file that Snakemake watches."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(value)
+        return super().convert(path.parent if path.name == MANIFEST else path, param, ctx)
+
+
+FOLDER = Folder(path_type=Path, file_okay=False)
 
 
 def option(name: str, kind: Any, text: str, required: bool = True) -> click.Option:

@@ -16,6 +16,7 @@ STAGES = (
     "rollout",
     "critic_warmup",
     "update",
+    "iterations",
     "evaluate",
     "export",
     "track",
@@ -23,7 +24,16 @@ STAGES = (
 )
 
 # Keys of an experiment that don't shape the numbers of a chain.
-NOT_OF_A_CHAIN = ("results", "seeds", "variants", "tracking", "report", "resources", "keep_every")
+NOT_OF_A_CHAIN = (
+    "results",
+    "seeds",
+    "variants",
+    "tracking",
+    "report",
+    "resources",
+    "keep_every",
+    "iterations_per_job",
+)
 
 # What a critic warm-up reads of `ppo`. It fits Monte Carlo returns of a policy that stands still: no
 # advantage, ratio, KL or value clip, so that changing those keeps the warm-up and the first rollouts.
@@ -79,8 +89,20 @@ def vllm_settings(config: ExperimentConfig) -> dict[str, Any] | None:
     return None if section is None else {**_dump(section), "lora_rank": config.lora.r}
 
 
+def _both(first: StageResources, second: StageResources) -> StageResources:
+    """What a job needs that does the work of two, one after the other."""
+    return StageResources(
+        threads=max(first.threads, second.threads),
+        mem_mb=max(first.mem_mb, second.mem_mb),
+        runtime=first.runtime + second.runtime,
+        gpus=max(first.gpus, second.gpus),
+    )
+
+
 def resources_of(config: ExperimentConfig, stage: str) -> StageResources:
     """Resources of a stage; a stage without an entry of its own takes that of its closest relative."""
+    if stage == "iterations":
+        return _both(config.resources.rollout, config.resources.update)
     relatives = {"baselines": "rollout", "critic_warmup": "update"}
     return getattr(config.resources, relatives.get(stage, stage), StageResources())
 
@@ -131,6 +153,12 @@ def stage_settings(config: ExperimentConfig, stage: str) -> dict[str, Any]:
         case "update":
             stop = None if config.stop_at is None else _dump(config.stop_at)
             return {"ppo": _dump(config.ppo), "stop_at": stop, **scoring, **model_machine}
+        case "iterations":
+            return {
+                "rollout": stage_settings(config, "rollout"),
+                "update": stage_settings(config, "update"),
+                **model_machine,
+            }
         case "evaluate":
             return {
                 "evaluation": _dump(config.evaluation, exclude={"every"}),
@@ -149,5 +177,7 @@ def stage_settings(config: ExperimentConfig, stage: str) -> dict[str, Any]:
         case "track":
             return {"tracking": _dump(config.tracking), "config": chain_config(config)}
         case "report":
-            return _dump(config, exclude={"results", "tracking", "resources", "keep_every"})
+            return _dump(
+                config, exclude={"results", "tracking", "resources", "keep_every", "iterations_per_job"}
+            )
     raise ConfigError(f"no stage `{stage}`")

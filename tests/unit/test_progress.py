@@ -65,7 +65,9 @@ def test_a_log_tells_running_done_and_failed_jobs(tmp_path: Path) -> None:
 
 @pytest.fixture
 def chain(tmp_path: Path) -> ChainProgress:
-    return ChainProgress("main", 0, [tmp_path / f"{i}.json" for i in (1, 2, 3)])
+    numbers = (1, 2, 3)
+    unfinished = [tmp_path / f"unfinished-{i}.json" for i in numbers]
+    return ChainProgress("main", 0, [tmp_path / f"{i}.json" for i in numbers], unfinished)
 
 
 def finish(path: Path, reward: float, when: float, **more: object) -> None:
@@ -86,7 +88,7 @@ def test_new_metrics_are_told_in_order(chain: ChainProgress) -> None:
 
 def test_iterations_of_an_earlier_run_count_and_are_not_told(chain: ChainProgress) -> None:
     finish(chain.files[0], 0.25, 1)
-    resumed = ChainProgress("main", 0, chain.files)
+    resumed = ChainProgress("main", 0, chain.files, chain.unfinished)
     assert (resumed.done, list(resumed.advance())) == (1, [])
     finish(chain.files[1], 0.5, 2)
     assert list(resumed.advance()) == ["main seed 0: iteration 2/3, reward 0.50"]
@@ -95,13 +97,26 @@ def test_iterations_of_an_earlier_run_count_and_are_not_told(chain: ChainProgres
 def test_iterations_that_are_redone_start_again(chain: ChainProgress) -> None:
     for number, path in enumerate(chain.files):
         finish(path, 0.1, number)
-    redone = ChainProgress("main", 0, chain.files)
+    redone = ChainProgress("main", 0, chain.files, chain.unfinished)
     assert redone.done == 3
     chain.files[0].unlink()  # Snakemake removes an output before it makes it again
     assert (list(redone.advance()), redone.done) == ([], 0)
     finish(chain.files[0], 0.9, 50)
     assert list(redone.advance()) == ["main seed 0: iteration 1/3, reward 0.90"]
     assert redone.left == 2
+
+
+def test_iterations_of_a_job_of_several_are_told_as_they_end(chain: ChainProgress) -> None:
+    finish(chain.unfinished[0], 0.25, 1)
+    assert list(chain.advance()) == ["main seed 0: iteration 1/3, reward 0.25"]
+    resumed = ChainProgress("main", 0, chain.files, chain.unfinished)
+    assert (resumed.done, list(resumed.advance())) == (1, [])
+    finish(chain.unfinished[1], 0.5, 2)
+    assert len(list(resumed.advance())) == 1
+    for source, target in zip(chain.unfinished[:2], chain.files, strict=False):
+        source.rename(target)
+        os.utime(target, (9, 9))  # as Snakemake does with outputs older than inputs
+    assert (resumed.done, list(resumed.advance())) == (2, [])
 
 
 def test_a_stopped_chain_is_told_once_and_has_nothing_left(chain: ChainProgress) -> None:

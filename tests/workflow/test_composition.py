@@ -69,7 +69,12 @@ def test_an_early_stop_waits_for_the_evaluation_before(bench: Bench) -> None:
     output = run(bench, bench.command("-n", "--workflow-profile", "none", "--printshellcmds"))
     updates = [line for line in output.splitlines() if "llmppo update" in line]
     stops = {line.split("--iteration ")[1].split()[0]: "--evaluation" in line for line in updates}
-    assert stops == {"1": True, "2": False, "3": True, "4": False}  # policies 0 and 2 are evaluated
+    assert stops == {
+        "0001": True,
+        "0002": False,
+        "0003": True,
+        "0004": False,
+    }  # policies 0 and 2 are evaluated
 
 
 @pytest.mark.parametrize("prefix", ["", 'prefix: "nested"'])

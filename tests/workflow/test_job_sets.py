@@ -122,8 +122,9 @@ def test_another_tracker_reruns_only_tracking(finished: Bench) -> None:
         {"resources": {"update": {"mem_mb": 9000, "runtime": 7}}},
         {"tracking": {"mlflow": False}},
         {"keep_every": 3},
+        {"iterations_per_job": 2},
     ],
-    ids=["memory and time", "no tracker", "other policies kept"],
+    ids=["memory and time", "no tracker", "other policies kept", "longer jobs"],
 )
 def test_what_no_stage_reads_reruns_nothing(finished: Bench, section: dict) -> None:
     finished.write_config(**section)

@@ -231,6 +231,19 @@ def test_killed_in_the_middle_and_resumed_cold_on_one_core_it_ends_with_the_same
     assert result_hashes(tmp_path / "results") == result_hashes(undisturbed)
 
 
+def test_several_iterations_in_a_job_give_the_same_bytes(undisturbed: Path, tmp_path: Path) -> None:
+    shutil.copy(SMOKE, tmp_path)
+    run = llmppo_run(tmp_path, 2, "--no-worker", "--set", "iterations_per_job=2")
+    output, _ = run.communicate()
+    assert run.returncode == 0, output
+    hashes = result_hashes(tmp_path / "results")
+    assert hashes.pop("smoke/jobs.json")  # iterations 1 and 2, then 3
+    assert hashes == result_hashes(undisturbed)
+    logs = tmp_path / "results/smoke/main/seed-0/logs"
+    assert [path.name for path in sorted(logs.glob("iterations/*.log"))] == ["0001-0002.log"]
+    assert [path.name for path in sorted(logs.glob("update/*.log"))] == ["0003.log"]
+
+
 def test_the_loop_in_one_process_gives_the_same_numbers(undisturbed: Path, tmp_path: Path) -> None:
     import torch
 

@@ -27,7 +27,6 @@ rule base_model:
         ),
         code=lambda wildcards: PLAN.code("base_model", base_model_chain(wildcards)[0]),
         seed=lambda wildcards: PLAN.base_seed(*base_model_chain(wildcards)),
-        out=output_folder("manifest"),
     shell:
         "{params.env} exec llmppo base-model --settings {params.settings:q} --seed {params.seed}"
-        " --out {params.out:q} --log {log:q}"
+        " --out {output.manifest:q} --log {log:q}"

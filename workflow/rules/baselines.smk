@@ -20,7 +20,7 @@ rule baselines:
         env=environment("baselines"),
         settings=PLAN.settings_json("baselines", PLAN.reference_variant),
         code=PLAN.code("baselines", PLAN.reference_variant),
-        dataset=input_option("dataset", folder=True),
+        dataset=input_option("dataset"),
     shell:
         "{params.env} exec llmppo baselines --settings {params.settings:q} {params.dataset}"
         " --out {output:q} --log {log:q}"

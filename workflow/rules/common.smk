@@ -3,6 +3,8 @@
 # Rules never read `config`: inputs, params and resources come from `PLAN`, so that a job's params are
 # exactly the settings its stage reads. Shell strings use nothing but params, so the rules work in a module.
 
+import gc
+import inspect
 import os
 import re
 import shlex
@@ -33,6 +35,7 @@ except LlmppoError as error:
     sys.exit(f"Error in {error}")
 
 LAYOUT = PLAN.layout
+CHAIN = LAYOUT.of_chain("{variant}", "{seed}")
 
 # Snakemake limits jobs to a hundred a second, and for every job it has started its scheduler then wakes once
 # a second for good: a whole core by the thousandth job. A limit that somebody asked for stays.
@@ -44,12 +47,16 @@ if LIMITS is not None and LIMITS.max_jobs_per_timespan is not None:
     ) == (100, 1):
         LIMITS.max_jobs_per_timespan = None
 
+# Planning makes millions of objects that stay: looking through them for garbage took a sixth of its time.
+gc.set_threshold(100_000, 50, 100)
+
 LOCK = None
 
 
 onstart:
     try:
         LOCK = hold_for_good(LAYOUT.lock, LAYOUT.results)
+        PLAN.record_jobs()
     except LlmppoError as error:
         sys.exit(f"Error: {error}")
 
@@ -73,6 +80,12 @@ wildcard_constraints:
     key=r"[0-9a-f]{12}",
 
 
+def of_job(function):
+    """A function of a job that carries its signature: Snakemake looks at it some thirty times a job."""
+    function.__signature__ = inspect.signature(function)
+    return function
+
+
 def chain_of(wildcards):
     """Variant and seed of a job."""
     return wildcards.variant, int(wildcards.seed)
@@ -88,12 +101,12 @@ def environment(stage):
 
 def settings(stage):
     """Settings of the stage for the job's variant."""
-    return lambda wildcards: PLAN.settings_json(stage, wildcards.variant)
+    return of_job(lambda wildcards: PLAN.settings_json(stage, wildcards.variant))
 
 
 def code(stage):
     """Token of the code behind the stage: a changed stage reruns."""
-    return lambda wildcards: PLAN.code(stage, wildcards.variant)
+    return of_job(lambda wildcards: PLAN.code(stage, wildcards.variant))
 
 
 def first(wildcards):
@@ -101,6 +114,7 @@ def first(wildcards):
     return PLAN.last + 1
 
 
+@of_job
 def keep_pace(wildcards):
     """Priority of an iteration's jobs: chains that lag behind go first, so that none is left alone at the end."""
     return max(PLAN.last - int(wildcards.iteration), 0)
@@ -108,21 +122,20 @@ def keep_pace(wildcards):
 
 def input_folder(name):
     """Folder of the manifest that is input `name`."""
-    return lambda wildcards, input: str(Path(input[name]).parent)
+    return of_job(lambda wildcards, input: str(Path(input[name]).parent))
 
 
 def output_folder(name):
     """Folder of the file that is output `name`."""
-    return lambda wildcards, output: str(Path(output[name]).parent)
+    return of_job(lambda wildcards, output: str(Path(output[name]).parent))
 
 
-def input_option(name, folder=False):
-    """`--name VALUE` when the list of files that is input `name` has one, else nothing."""
+def input_option(name):
+    """`--name FILE` when the list of files that is input `name` has one, else nothing."""
 
+    @of_job
     def arguments(wildcards, input):
-        paths = [Path(file) for file in input[name]]
-        values = [path.parent if folder else path for path in paths]
-        return " ".join(f"--{name} {shlex.quote(str(value))}" for value in values)
+        return " ".join(f"--{name} {shlex.quote(str(file))}" for file in input[name])
 
     return arguments
 
@@ -145,17 +158,54 @@ def dataset_variant(wildcards):
 # Artefacts of a job's chain.
 
 
+@of_job
 def base_manifest(wildcards):
     return PLAN.base_manifest(*chain_of(wildcards))
 
 
+@of_job
 def dataset_manifest(wildcards):
     return PLAN.dataset_manifest(wildcards.variant)
 
 
+@of_job
 def previous_policy(wildcards):
     """The policy that iteration i samples with and starts from: the one that iteration i-1 wrote."""
     return PLAN.policy_manifest(*chain_of(wildcards), int(wildcards.iteration) - 1)
+
+
+@of_job
+def own_policy(wildcards):
+    """The policy of the job's iteration."""
+    return PLAN.policy_manifest(*chain_of(wildcards), int(wildcards.iteration))
+
+
+@of_job
+def own_rollouts(wildcards):
+    """The rollouts of the job's iteration."""
+    return PLAN.rollouts(*chain_of(wildcards), int(wildcards.iteration))
+
+
+@of_job
+def stop_evaluation(wildcards):
+    """The evaluation that may end the chain before the job's iteration, if there is one."""
+    return PLAN.stop_evaluation(*chain_of(wildcards), int(wildcards.iteration))
+
+
+@of_job
+def prune_option(wildcards):
+    """What goes of an older policy once the job's iteration is done."""
+    return PLAN.prune_option(int(wildcards.iteration))
+
+
+def start_of(block):
+    """The policy that a block of iterations starts from."""
+    return lambda wildcards: PLAN.policy_manifest(*chain_of(wildcards), block.first - 1)
+
+
+def stop_evaluation_of(block):
+    """The evaluation that may end a chain before a block of iterations, if there is one."""
+    return lambda wildcards: PLAN.stop_evaluation(*chain_of(wildcards), block.first)
 
 
 def last_policy(wildcards):

@@ -24,9 +24,7 @@ rule critic_warmup:
         env=environment("critic_warmup"),
         settings=settings("critic_warmup"),
         code=code("critic_warmup"),
-        base=input_folder("base"),
-        out=output_folder("policy"),
     shell:
-        "{params.env} exec llmppo critic-warmup --settings {params.settings:q} --base {params.base:q}"
-        " --seed {wildcards.seed} --out {params.out:q} --metrics {output.metrics:q} --log {log:q}"
+        "{params.env} exec llmppo critic-warmup --settings {params.settings:q} --base {input.base:q}"
+        " --seed {wildcards.seed} --out {output.policy:q} --metrics {output.metrics:q} --log {log:q}"
         " {input.rollouts:q}"

@@ -24,6 +24,5 @@ rule dataset:
             "dataset", dataset_variant(wildcards)
         ),
         code=lambda wildcards: PLAN.code("dataset", dataset_variant(wildcards)),
-        out=output_folder("manifest"),
     shell:
-        "{params.env} exec llmppo dataset --settings {params.settings:q} --out {params.out:q} --log {log:q}"
+        "{params.env} exec llmppo dataset --settings {params.settings:q} --out {output.manifest:q} --log {log:q}"

@@ -4,9 +4,7 @@
 rule evaluate:
     input:
         base=base_manifest,
-        policy=lambda wildcards: PLAN.policy_manifest(
-            *chain_of(wildcards), int(wildcards.iteration)
-        ),
+        policy=own_policy,
         dataset=dataset_manifest,
     output:
         metrics=LAYOUT.evaluation_metrics("{variant}", "{seed}", "{iteration}"),
@@ -30,12 +28,9 @@ rule evaluate:
         env=environment("evaluate"),
         settings=settings("evaluate"),
         code=code("evaluate"),
-        iteration=lambda wildcards: int(wildcards.iteration),
-        base=input_folder("base"),
-        policy=input_folder("policy"),
-        dataset=input_option("dataset", folder=True),
+        dataset=input_option("dataset"),
         out=output_folder("metrics"),
     shell:
-        "{params.env} exec llmppo evaluate --settings {params.settings:q} --base {params.base:q}"
-        " --policy {params.policy:q} {params.dataset} --iteration {params.iteration}"
+        "{params.env} exec llmppo evaluate --settings {params.settings:q} --base {input.base:q}"
+        " --policy {input.policy:q} {params.dataset} --iteration {wildcards.iteration}"
         " --out {params.out:q} --log {log:q}"

@@ -45,10 +45,7 @@ rule export:
         env=environment("export"),
         settings=settings("export"),
         code=code("export"),
-        base=input_folder("base"),
-        policy=input_folder("policy"),
         run_dir=input_folder("config"),
-        out=output_folder("manifest"),
     shell:
-        "{params.env} exec llmppo export --settings {params.settings:q} --base {params.base:q}"
-        " --policy {params.policy:q} --run-dir {params.run_dir:q} --out {params.out:q} --log {log:q}"
+        "{params.env} exec llmppo export --settings {params.settings:q} --base {input.base:q}"
+        " --policy {input.policy:q} --run-dir {params.run_dir:q} --out {output.manifest:q} --log {log:q}"

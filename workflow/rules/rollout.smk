@@ -13,6 +13,8 @@ rule rollout:
         LAYOUT.log("rollout", "{variant}", "{seed}", "{iteration}-{shard}"),
     benchmark:
         LAYOUT.benchmark("rollout", "{variant}", "{seed}", "{iteration}-{shard}")
+    wildcard_constraints:
+        iteration=PLAN.single,
     priority: keep_pace
     conda:
         "../envs/llmppo.yaml"
@@ -25,14 +27,11 @@ rule rollout:
         env=environment("rollout"),
         settings=settings("rollout"),
         code=code("rollout"),
-        iteration=lambda wildcards: int(wildcards.iteration),
-        base=input_folder("base"),
-        policy=input_folder("policy"),
-        dataset=input_option("dataset", folder=True),
+        dataset=input_option("dataset"),
     shell:
-        "{params.env} exec llmppo rollout --settings {params.settings:q} --base {params.base:q}"
-        " --policy {params.policy:q} {params.dataset} --seed {wildcards.seed} --split train"
-        " --iteration {params.iteration} --shard {wildcards.shard} --out {output:q} --log {log:q}"
+        "{params.env} exec llmppo rollout --settings {params.settings:q} --base {input.base:q}"
+        " --policy {input.policy:q} {params.dataset} --seed {wildcards.seed} --split train"
+        " --iteration {wildcards.iteration} --shard {wildcards.shard} --out {output:q} --log {log:q}"
 
 
 rule warmup_rollout:
@@ -60,9 +59,8 @@ rule warmup_rollout:
         ),
         code=lambda wildcards: PLAN.code("rollout", warmup_chain(wildcards)[0]),
         seed=lambda wildcards: warmup_chain(wildcards)[1],
-        base=input_folder("base"),
-        dataset=input_option("dataset", folder=True),
+        dataset=input_option("dataset"),
     shell:
-        "{params.env} exec llmppo rollout --settings {params.settings:q} --base {params.base:q}"
+        "{params.env} exec llmppo rollout --settings {params.settings:q} --base {input.base:q}"
         " {params.dataset} --seed {params.seed} --split warmup"
         " --iteration {wildcards.step} --shard {wildcards.shard} --out {output:q} --log {log:q}"

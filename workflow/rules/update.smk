@@ -5,12 +5,8 @@ rule update:
     input:
         base=base_manifest,
         policy=previous_policy,
-        rollouts=lambda wildcards: PLAN.rollouts(
-            *chain_of(wildcards), int(wildcards.iteration)
-        ),
-        evaluation=lambda wildcards: PLAN.stop_evaluation(
-            *chain_of(wildcards), int(wildcards.iteration)
-        ),
+        rollouts=own_rollouts,
+        evaluation=stop_evaluation,
     output:
         policy=f"{LAYOUT.policy('{variant}', '{seed}', '{iteration}')}/manifest.json",
         advantages=LAYOUT.advantages("{variant}", "{seed}", "{iteration}"),
@@ -21,7 +17,7 @@ rule update:
         LAYOUT.benchmark("update", "{variant}", "{seed}", "{iteration}")
     # Policy 0 comes from the critic warm-up.
     wildcard_constraints:
-        iteration=r"(?!0000)\d\d\d\d+",
+        iteration=PLAN.single,
     priority: keep_pace
     conda:
         "../envs/llmppo.yaml"
@@ -31,18 +27,14 @@ rule update:
         runtime=PLAN.resources("update").runtime,
         gpu=PLAN.resources("update").gpus,
         # Housekeeping, not a param: another `keep_every` must not rerun the chain.
-        prune=lambda wildcards: PLAN.prune_option(int(wildcards.iteration)),
+        prune=prune_option,
     params:
         env=environment("update"),
         settings=settings("update"),
         code=code("update"),
-        iteration=lambda wildcards: int(wildcards.iteration),
-        base=input_folder("base"),
-        policy=input_folder("policy"),
         evaluation=input_option("evaluation"),
-        out=output_folder("policy"),
     shell:
-        "{params.env} exec llmppo update --settings {params.settings:q} --base {params.base:q}"
-        " --policy {params.policy:q} {params.evaluation} {resources.prune} --seed {wildcards.seed}"
-        " --iteration {params.iteration} --out {params.out:q} --advantages {output.advantages:q}"
+        "{params.env} exec llmppo update --settings {params.settings:q} --base {input.base:q}"
+        " --policy {input.policy:q} {params.evaluation} {resources.prune} --seed {wildcards.seed}"
+        " --iteration {wildcards.iteration} --out {output.policy:q} --advantages {output.advantages:q}"
         " --metrics {output.metrics:q} --log {log:q} {input.rollouts:q}"

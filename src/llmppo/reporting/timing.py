@@ -17,9 +17,9 @@ OWN_SECONDS = {"rollout": "time/rollout_s", "update": "time/update_s", "evaluate
 LABELS = {"critic_warmup": "critic warm-up", "warmup_rollout": "warm-up rollout"}
 ORDER = (
     *("base_model", "dataset", "baselines", "warmup_rollout", "critic_warmup"),
-    *("rollout", "update", "evaluate", "export", "track"),
+    *("rollout", "update", "iterations", "evaluate", "export", "track"),
 )
-TRAINING = ("critic_warmup", "rollout", "update", "evaluate")
+TRAINING = ("critic_warmup", "rollout", "update", "iterations", "evaluate")
 CHORES = ("variant_config", "mlflow_init")  # too small to be worth a line
 
 
@@ -72,7 +72,7 @@ def stage_minutes(variants: Mapping[str, Sequence[Chain]]) -> tuple[bool, dict[s
     """
     begun = {name: [chain for chain in chains if chain.updates] for name, chains in variants.items()}
     jobs = {chain.key: chain_seconds(chain) for chains in begun.values() for chain in chains}
-    whole = bool(jobs) and all("update" in stages for stages in jobs.values())
+    whole = bool(jobs) and all(stages.keys() & {"update", "iterations"} for stages in jobs.values())
     minutes = {}
     for name, chains in begun.items():
         totals: dict[str, list[float]] = {}

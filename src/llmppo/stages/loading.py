@@ -1,8 +1,10 @@
 """What several stages load: base model, tokenizer, and the policy of a chain."""
 
+import copy
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +40,9 @@ def import_model_libraries() -> None:
             del sys.modules["sklearn"]
 
 
-# Base models that a worker holds for the stages it forks: folder to its files' stamps and the model.
+# Base models that a process holds, a worker for the stages it forks: folder to its files' stamps and the model.
 _KEPT: dict[Path, tuple[frozenset[tuple[str, int, int]], Any]] = {}
+_sharing = False
 KEEP_MB = 4096  # of all kept models; one is kept whatever its size
 
 
@@ -64,6 +67,23 @@ def keep_base(base: Path) -> None:
         del _KEPT[next(iter(_KEPT))]
 
 
+@contextmanager
+def share_base_weights() -> Iterator[None]:
+    """Within, a base model is read once: each `load_base` gives a model of its own over the same weights."""
+    global _sharing
+    _sharing = True
+    try:
+        yield
+    finally:
+        _sharing = False
+        _KEPT.clear()
+
+
+def _over_same_weights(model: Any) -> Any:
+    """A copy of all modules with the very tensors, which are frozen; adapters then change only the copy."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+
+
 def _stamps(folder: Path) -> frozenset[tuple[str, int, int]]:
     files = ((path, path.stat()) for path in folder.iterdir())
     return frozenset((path.name, status.st_mtime_ns, status.st_size) for path, status in files)
@@ -78,9 +98,19 @@ def load_base(base: Path, device: str = "cpu") -> Any:
 
     In a forked stage it is the worker's, once: the caller may change it.
     """
-    kept = _KEPT.pop(base.resolve(), None)
-    if kept is not None and device == "cpu" and kept[0] == _stamps(base.resolve()):
-        return kept[1]
+    folder = base.resolve()
+    kept = _KEPT.pop(folder, None)
+    if kept is not None and kept[1].device.type == device and kept[0] == _stamps(folder):
+        model = kept[1]
+    else:
+        model = _read_base(base, device)
+    if not _sharing or getattr(model, "is_quantized", False):  # quantised layers repack their weights in use
+        return model
+    _KEPT[folder] = _stamps(folder), model
+    return _over_same_weights(model)
+
+
+def _read_base(base: Path, device: str) -> Any:
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM

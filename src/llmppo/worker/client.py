@@ -20,7 +20,7 @@ from llmppo.worker.place import Place, find_place
 WORKER = "LLMPPO_WORKER"  # path of the worker's log, or `off`
 OFF = "off"
 # The stages that load a model. The others import other libraries, and run once a chain or once in all.
-STAGES = frozenset(("base_model", "rollout", "critic_warmup", "update", "evaluate", "export"))
+STAGES = frozenset(("base_model", "rollout", "critic_warmup", "update", "iterations", "evaluate", "export"))
 # A worker must have one thread: no pool for loading weights, no background thread of Arrow's allocator.
 SINGLE_THREADED = {"HF_DEACTIVATE_ASYNC_LOAD": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 START_S = 120.0
@@ -36,12 +36,13 @@ def offered(stage: str, settings: str) -> bool:
     if not settings.startswith("{"):
         return False
     values = json.loads(settings)
+    vllm = values.get("vllm") or values.get("rollout", {}).get("vllm") or {}
     return (
         sys.platform.startswith("linux")
         and os.environ.get(WORKER, OFF) not in ("", OFF)
         and stage in STAGES
         and values.get("device", "cpu") == "cpu"
-        and (values.get("vllm") or {}).get("mode") != "in_process"
+        and vllm.get("mode") != "in_process"
     )
 
 
