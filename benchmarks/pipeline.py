@@ -1,0 +1,149 @@
+"""What the pipeline costs over a loop: `snakemake`, with the worker and cold, beside `train_llm_rollout` in one process.
+
+    python benchmarks/pipeline.py                         5 pairs of 4 iterations of the default experiment, one seed
+    python benchmarks/pipeline.py --cold 5 --iterations 5 with cold jobs of 5 iterations too
+
+All sides do the same work from the same base model, which is built before: critic warm-up, rollouts and updates, on one
+core with one thread, from the start of the process to the last policy on disk. Rounds alternate; prints the wall seconds
+of each and the median of the ratios. Bounds: 1.25 with the worker, 3.0 cold with `iterations_per_job: 5`.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llmppo.experiment import load_experiment
+from llmppo.plan import Plan
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def loop(config: Path, base: Path) -> None:
+    """The same chain by `train_llm_rollout`, in this process; its policies go to `loop/`."""
+    import torch
+
+    from llmppo import LLMPPO, train_llm_rollout
+    from llmppo.config import SamplingConfig
+    from llmppo.envs.loading import harness_factory
+    from llmppo.experiment import load_experiment, variant_config
+    from llmppo.stages.loading import load_base, load_tokenizer
+
+    torch.set_num_threads(1)
+    experiment = variant_config(load_experiment(config), "main")
+    tokenizer = load_tokenizer(base)
+    agent = LLMPPO(
+        tokenizer.pad_token_id,
+        tokenizer.pad_token,
+        actor_network=load_base(base),
+        lora_config=experiment.lora,
+        seed=0,
+        **experiment.ppo.model_dump(),
+        **experiment.rollout.model_dump(include=set(SamplingConfig.model_fields)),
+    )
+    train_llm_rollout(
+        [agent],
+        experiment.env.max_turns,
+        harness_factory(experiment.env, experiment.rollout, tokenizer),
+        iterations=experiment.iterations,
+        shard_size=experiment.rollout.shard_size,
+        checkpoint_path="loop",
+        checkpoint_interval=1,
+        verbose=False,
+    )
+
+
+class Bench:
+    """A working directory with a finished base model."""
+
+    def __init__(self, folder: Path, iterations: int, grain: int) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        values = yaml.safe_load((REPOSITORY / "config" / "config.yaml").read_text())
+        values |= {"name": "benchmark", "seeds": [0], "iterations": iterations}
+        self.config, self.coarse = folder / "config.yaml", folder / "coarse.yaml"
+        self.config.write_text(yaml.safe_dump(values))
+        self.coarse.write_text(yaml.safe_dump({**values, "iterations_per_job": grain}))
+        manifest = Plan(load_experiment(self.config)).base_manifest("main", 0)
+        self.base = folder / Path(manifest).parent
+        self.snakemake(self.config, manifest, cold=True)
+
+    def seconds(self, command: list[Any], **env: str) -> float:
+        """Wall seconds of a command that must succeed."""
+        began = time.perf_counter()
+        done = subprocess.run(
+            list(map(str, command)), cwd=self.folder, capture_output=True, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", **env},
+        )  # fmt: skip
+        if done.returncode:
+            raise SystemExit(done.stdout[-2000:] + done.stderr[-2000:])
+        return time.perf_counter() - began
+
+    def snakemake(self, config: Path, target: str, *, cold: bool) -> float:
+        """Up to a file, with a fresh chain."""
+        for old in (Path("results/benchmark"), Path("results/shared/warmup_rollouts")):
+            shutil.rmtree(self.folder / old, ignore_errors=True)
+        command = [
+            *(sys.executable, "-m", "snakemake", "--snakefile", REPOSITORY / "Snakefile", target),
+            *("--cores", "1", "--configfile", config),
+        ]
+        return self.seconds(command, **({"LLMPPO_WORKER": "off"} if cold else {}))
+
+    def loop(self) -> float:
+        shutil.rmtree(self.folder / "loop", ignore_errors=True)
+        return self.seconds([sys.executable, __file__, "--loop", self.config, self.base])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--iterations", type=int, default=4)
+    parser.add_argument(
+        "--cold", type=int, default=0, metavar="ITERATIONS", help="also run cold jobs of this size"
+    )
+    parser.add_argument("--loop", type=Path, nargs=2, metavar=("CONFIG", "BASE"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--folder", type=Path, help="working directory; another run in it finds the base model"
+    )
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.loop:
+        loop(*options.loop)
+        return
+    rounds = []
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(options.folder or Path(folder), options.iterations, options.cold or 1)
+        last = f"results/benchmark/main/seed-0/policy/{options.iterations:04d}/manifest.json"
+        for _ in range(options.pairs):
+            sides = {"loop": bench.loop(), "worker": bench.snakemake(bench.config, last, cold=False)}
+            if options.cold:
+                sides["cold"] = bench.snakemake(bench.coarse, last, cold=True)
+            rounds.append(sides)
+            print(", ".join(f"{name} {seconds:.1f} s" for name, seconds in sides.items()), flush=True)
+    ratios = {
+        name: statistics.median(sides[name] / sides["loop"] for sides in rounds)
+        for name in rounds[0]
+        if name != "loop"
+    }
+    print(", ".join(f"{name} {ratio:.2f} of the loop" for name, ratio in ratios.items()))
+    if options.out:
+        options.out.write_text(
+            json.dumps(
+                {"options": vars(options) | {"out": None}, "rounds": rounds, "ratios": ratios}, indent=1
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()
