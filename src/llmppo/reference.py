@@ -29,9 +29,9 @@ DIFFERENCES = """\
 | loss normalisation | mean of each micro-batch | units of the whole mini-batch | Gradients must not depend on `micro_batch_size_per_gpu`. |
 | indivisible batch sizes | refused | the last mini-batch is smaller | Nothing is gained by refusing. |
 | `top_k` | 50 | 0 (off) | A filter needs `sampling_supports` in `learn`; one that is on by default would make every ratio wrong without. |
-| `gradient_checkpointing` | True | None: where the estimate says that activations don't fit the device | It costs a pass (docs/performance.md). |
+| `gradient_checkpointing` | True | None: where the estimate says that activations don't fit the device | It costs a pass (docs/memory.md). |
 | `fuse_actor_critic_pass=None` | fuses always off CUDA | fuses where the estimate fits the device, CPU or GPU | The same rule everywhere. |
-| `use_liger_loss` | True, at token level only | False, at every level | Only the log-probs come from Liger; the losses are ours. On a CPU its pass over a head costs more time than our tiles (docs/performance.md). |
+| `use_liger_loss` | True, at token level only | False, at every level | Only the log-probs come from Liger; the losses are ours. On a CPU its pass over a head costs more time than our tiles (docs/memory.md). |
 | weight decay | 0.01, fixed | `weight_decay`, 0 | It would pull adapters towards the base behind the KL's back. |
 | value clip | always `clip_coef` | `vf_clip_coef`, `clip_coef` by default | Returns have a scale of their own. Warm-up steps don't clip values. |
 | value head | random | zero | The first advantages are the returns, not noise. |
@@ -43,6 +43,9 @@ DIFFERENCES = """\
 | `load_checkpoint` | overwrites live settings | does so when `restore_config` or `restore_hyperparameters` is True (False by default) | A changed config must not be undone silently. |
 | checkpoint files | pickled attributes | safetensors and JSON with a manifest | Loading runs no code. |
 | `get_action(training=False)`, `test` | sampled without vLLM | greedy | That is what the page says. |
+| `activation_offload` | `save_on_cpu`: weights that a pass refers to are copied to the host too | activations only | A frozen base would cross the bus in every pass. |
+| `torch_compiler` | the whole model | the decoder layers, in the update only | Sampling grows its cache by a token a step, and would compile for each. |
+| `hp_config`, `fsdp_config`, `wrap`, `clone`, `moe_lora_recompute`, `lora_tower_target_modules`, `rollout_strip_multimodal_towers` | keywords of the constructor | refused as unknown | There is no evolution, sharding, mixture of experts or vision model here, and a keyword that does nothing misleads. |
 | learning rates set after construction | ignored | used in the next learn call | So that they can be changed. |
 """
 

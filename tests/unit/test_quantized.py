@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def quantized_agent(folder: Path, kind: dict[str, Any], **settings: Any) -> LLMPPO:
     agent = LLMPPO(
         model_name=str(folder),
-        quantization_config=QuantizationConfig(**kind),
+        quantization_config=kind,
         lora_config=LoraSection(r=4, lora_alpha=8),
         max_turns=3,
         **settings,

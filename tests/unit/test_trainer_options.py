@@ -63,10 +63,10 @@ EFFECTS = [
     ("temperature", 0.5, {}),
     ("logit_bias", {3: 2.0}, {}),
 ]  # fmt: skip
-# How a pass is cut or computed, not what comes out: test_trainer_gradients.py and test_liger.py hold the results equal.
+# How a pass is cut or computed, not what comes out: tests of their own hold the results equal.
 EQUAL_RESULTS = {
     "batch_size", "micro_batch_size_per_gpu", "max_tokens_per_micro_batch", "chunk_rows", "fuse_actor_critic_pass",
-    "gradient_checkpointing", "cast_logprobs_to_fp32", "calc_position_embeddings", "use_liger_loss", "max_row_tokens", "activation_offload", "torch_compiler",
+    "gradient_checkpointing", "cast_logprobs_to_fp32", "calc_position_embeddings", "use_liger_loss", "use_sequence_packing", "max_row_tokens", "activation_offload", "torch_compiler",
 }  # fmt: skip
 ELSEWHERE = {
     "vllm_max_logprob_gap": "test_a_gap_to_the_engine_warns",

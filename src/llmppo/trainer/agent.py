@@ -62,8 +62,8 @@ class LLMPPO(Bookkeeping):
         pad_token: The padding token itself; kept for the caller's convenience.
         actor_network: A plain causal LM; its linear layers become LoRA layers in place. Or give
         model_name: a local directory or hub id, loaded with `model_config` as keyword arguments.
-        quantization_config: transformers' `BitsAndBytesConfig`, or a `QuantizationConfig`, for a model loaded
-            by `model_name` (`None` in full precision).
+        quantization_config: transformers' `BitsAndBytesConfig`, or a `QuantizationConfig` (or its fields as a mapping), for a
+            model loaded by `model_name`; None keeps full precision.
         lora_config: PEFT `LoraConfig` or `LoraSection`; the default is rank 16 on all linear layers.
         device: Where the model runs; None keeps the model where it is.
         seed: Seed of adapter initialisation, shuffling and sampling.
@@ -144,8 +144,9 @@ class LLMPPO(Bookkeeping):
 
             options: dict[str, Any] = {"dtype": torch.float32} | self.model_config
             if quantization is not None:
-                if isinstance(quantization, QuantizationConfig):
-                    quantization = bnb_config(quantization, options["dtype"])
+                if isinstance(quantization, QuantizationConfig | Mapping):
+                    few = section(QuantizationConfig, quantization, "quantization_config")
+                    quantization = bnb_config(few, options["dtype"])
                 options = {"device_map": {"": device or "cpu"}, "quantization_config": quantization} | options
             network = AutoModelForCausalLM.from_pretrained(self.model_name, **options)
         elif quantization is not None:

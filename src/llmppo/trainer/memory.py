@@ -164,8 +164,6 @@ def ways_out(config: PPOConfig, plan: PassPlan, device: torch.device) -> list[st
         found.append("gradient_checkpointing: true (same gradients, about a third slower)")
     if device.type == "cuda" and not config.activation_offload:
         found.append("activation_offload: true (same gradients, slower)")
-    if config.chunk_rows is None:
-        found.append("chunk_rows: 128 (smaller tiles of logits)")
     return [
         *found,
         "or, outside `ppo`, lora.top_layers, base_model.quantization, a shorter rollout.max_model_len",
