@@ -31,7 +31,7 @@ DIFFERENCES = """\
 | `top_k` | 50 | 0 (off) | A filter needs `sampling_supports` in `learn`; one that is on by default would make every ratio wrong without. |
 | `gradient_checkpointing` | True | None: where the estimate says that activations don't fit the device | It costs a pass (docs/memory.md). |
 | `fuse_actor_critic_pass=None` | fuses always off CUDA | fuses where the estimate fits the device, CPU or GPU | The same rule everywhere. |
-| `use_liger_loss` | True, at token level only | False, at every level | Only the log-probs come from Liger; the losses are ours. On a CPU its pass over a head costs more time than our tiles (docs/memory.md). |
+| `use_liger_loss` | True, at token level only | False, at every level | Only the log-probs come from Liger; the losses are ours. Our own tiles cost about the same (docs/memory.md), give entropies, and need no further package. |
 | weight decay | 0.01, fixed | `weight_decay`, 0 | It would pull adapters towards the base behind the KL's back. |
 | value clip | always `clip_coef` | `vf_clip_coef`, `clip_coef` by default | Returns have a scale of their own. Warm-up steps don't clip values. |
 | value head | random | zero | The first advantages are the returns, not noise. |

@@ -17,7 +17,9 @@ from llmppo.config import PPOConfig
 from llmppo.models.adapted import AdaptedModel
 from llmppo.models.head import default_tile_rows
 
-USABLE = 0.85  # of a device's memory; the rest is the libraries' and the allocator's
+# Share of a device's memory that tensors may take. On a CPU the process takes more than they: with recomputation
+# or without, glibc keeps holes between them that are more than half as large again (docs/performance.md).
+USABLE = {"cuda": 0.85, "cpu": 0.5}
 HEAD_TILES = 4  # fp32 tiles of logits that live together while one is differentiated
 
 
@@ -94,8 +96,8 @@ def step_bytes(
     return 12 * shape.trainable + tokens * stored + max(head, tokens * layer)
 
 
-def choose(config: PPOConfig, max_model_len: int, shape: ModelShape, memory: int) -> PassPlan:
-    """The fastest plan that fits the device, of those that `gradient_checkpointing` and `fuse_actor_critic_pass` leave.
+def choose(config: PPOConfig, max_model_len: int, shape: ModelShape, memory: float) -> PassPlan:
+    """The fastest plan that fits into `memory` bytes with the base, of those that `gradient_checkpointing` and `fuse_actor_critic_pass` leave.
 
     Sized for the longest rows that training may see, so that no batch changes it. The smallest one where none fits.
     """
@@ -110,7 +112,7 @@ def choose(config: PPOConfig, max_model_len: int, shape: ModelShape, memory: int
             (False,) if config.critic == "head" else _allowed(config.fuse_actor_critic_pass, (True, False))
         )
     ]
-    room = USABLE * memory - shape.frozen_bytes
+    room = memory - shape.frozen_bytes
     for plan in plans:
         needed = step_bytes(
             shape,
@@ -129,18 +131,18 @@ def _allowed(choice: bool | None, order: tuple[bool, bool]) -> Iterable[bool]:
     return order if choice is None else (choice,)
 
 
-def device_bytes(device: torch.device) -> int:
-    """All memory of a GPU, or of this machine within the limit of its control group.
+def usable_bytes(device: torch.device) -> float:
+    """What tensors may take of a GPU, or of this machine within the limit of its control group.
 
-    Not what is free at the moment: the same settings must run the same way twice.
+    A share of all memory, not what is free at the moment: the same settings must run the same way twice.
     """
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+        return USABLE["cuda"] * torch.cuda.get_device_properties(device).total_memory
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and (text := limit.read_text().strip()).isdigit():
-        return min(total, int(text))
-    return total
+        total = min(total, int(text))
+    return USABLE["cpu"] * total
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -161,7 +163,7 @@ def ways_out(config: PPOConfig, plan: PassPlan, device: torch.device) -> list[st
     if rows > 1:
         found.append(f"micro_batch_size_per_gpu: {rows // 2} (now {rows}; same gradients)")
     if not plan.checkpointing:
-        found.append("gradient_checkpointing: true (same gradients, about a third slower)")
+        found.append("gradient_checkpointing: true (same gradients, 30 % slower)")
     if device.type == "cuda" and not config.activation_offload:
         found.append("activation_offload: true (same gradients, slower)")
     return [

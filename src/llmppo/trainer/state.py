@@ -21,7 +21,7 @@ from llmppo.errors import ArtefactError, ConfigError
 from llmppo.models.adapted import ACTOR, CRITIC, REFERENCE, AdaptedModel
 from llmppo.models.quantized import is_quantized
 from llmppo.trainer.checkpoint import Checkpoint, Snapshot, lora_fields, require_same_lora
-from llmppo.trainer.memory import ModelShape, PassPlan, choose, device_bytes
+from llmppo.trainer.memory import ModelShape, PassPlan, choose, usable_bytes
 from llmppo.trainer.optimizer import RoleOptimizer
 from llmppo.trainer.returns import RunningReturns
 from llmppo.trainer.settings import SETTINGS, split_settings
@@ -87,7 +87,7 @@ class AgentState:
             self.config,
             self.sampling.max_model_len,
             ModelShape.of(self.model),
-            device_bytes(self.model.device),
+            usable_bytes(self.model.device),
         )
         self.model.layers.set(self.plan.checkpointing, self.config.torch_compiler)
         self.model.explicit_positions = self.config.calc_position_embeddings
