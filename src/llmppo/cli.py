@@ -180,6 +180,8 @@ def show(
 
     from llmppo.reporting import show as shown
 
+    if since and only != "changed":
+        raise click.UsageError("--since goes with --only changed")
     chain = shown.chain_folder(results, variant, seed)
     if only == "changed":
         pairs = shown.changed(

@@ -292,6 +292,11 @@ class RolloutConfig(SamplingConfig):
                 unreplayed.append("top_p without top_k")
             if self.min_p > 0.0:
                 unreplayed.append("min_p without top_k")
+        if unreplayed == ["repetition_penalty"]:
+            raise ValueError(
+                "the trainer can't replay repetition_penalty, which depends on what was said before; leave it out, or set "
+                "`unreplayed_sampling: weigh` to weigh tokens by the capped ratio of policy to sampled distribution"
+            )
         if unreplayed:
             raise ValueError(
                 f"the trainer can't replay {', '.join(unreplayed)}: with top_k (e.g. 100) the tokens that could be sampled are recorded and its "

@@ -1,5 +1,8 @@
 """Exception types, one a kind of fault; each message names the file, key or episode and the way out."""
 
+# What code of a user may raise without ending the run: `sys.exit` too, which libraries call.
+RAISED_BY_USERS = (Exception, SystemExit)
+
 
 class LlmppoError(Exception):
     """Base of every error a user can cause; the command line prints it without a traceback."""

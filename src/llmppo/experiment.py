@@ -147,7 +147,7 @@ def _check_combination(config: ExperimentConfig, source: str) -> None:
         for key in ("train", "eval"):
             file = getattr(config.dataset, key)
             if file is not None and not Path(file).exists():
-                faults.append(f"dataset.{key}: there is no file {file}")
+                faults.append(f"dataset.{key}: there is no file {file} in {Path.cwd()}")
     for key, callable_name in _callables(config):
         module, _, name = callable_name.partition(":")
         if not module or not name:
@@ -190,10 +190,23 @@ def _callables(config: ExperimentConfig) -> list[tuple[str, str]]:
     return found
 
 
+def _rewards(config: ExperimentConfig) -> list[tuple[str, str]]:
+    """The reward functions among the arguments of a dataset environment."""
+    if config.env.factory != "llmppo.envs.dataset_env:DatasetEnv":
+        return []
+    kwargs = config.env.kwargs
+    found = [("env.kwargs.reward", kwargs.get("reward"))]
+    rewards = kwargs.get("rewards")
+    for number, entry in enumerate(rewards if isinstance(rewards, list) else []):
+        found.append((f"env.kwargs.rewards[{number}].function", entry.get("function")))
+    return [(key, name) for key, name in found if isinstance(name, str)]
+
+
 def import_callables(experiment: ExperimentConfig) -> None:
     """Import what every variant names as `module:name`. Raises ConfigError for a name that isn't there."""
     for variant in experiment.variants:
-        for key, callable_name in _callables(variant_config(experiment, variant)):
+        config = variant_config(experiment, variant)
+        for key, callable_name in [*_callables(config), *_rewards(config)]:
             load_callable(callable_name, key)
 
 

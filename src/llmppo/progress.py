@@ -90,9 +90,9 @@ class ChainProgress:
             )
             return
         names = (("reward", "rollout/reward_mean"), ("success", "rollout/success_rate"))
-        self.scores = ", ".join(
-            f"{label} {metrics[name]:.2f}" for label, name in names if metrics.get(name) is not None
-        )
+        scores = [f"{label} {metrics[name]:.2f}" for label, name in names if metrics.get(name) is not None]
+        failed = int(metrics.get("rollout/failed_episodes") or 0)
+        self.scores = ", ".join([*scores, *([f"{failed} episodes failed"] if failed else [])])
 
     def advance(self) -> Iterator[str]:
         """A line for each iteration that finished since the last look; old files count until redone."""

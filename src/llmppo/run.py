@@ -51,7 +51,15 @@ def change(values: Any, setting: str) -> Any:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {setting}: {text!r} is not a YAML value: {error}") from None
-    for part in reversed(key.split(".")):
+    parts = key.split(".")
+    if value == {}:  # merging nothing would change nothing: it empties the section
+        section = values
+        for part in parts[:-1]:
+            section = section.get(part) if isinstance(section, dict) else None
+        if isinstance(section, dict):
+            section[parts[-1]] = {}
+        return values
+    for part in reversed(parts):
         value = {part: value}
     return merge(values, value) if isinstance(values, dict) else value
 

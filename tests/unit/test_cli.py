@@ -198,6 +198,8 @@ def test_the_user_interface_needs_results(tmp_path: Path) -> None:
         ("seeds=[0, 1]", {"a": 1, "ppo": {"gamma": 1}, "seeds": [0, 1]}),
         ("env.kwargs.text=a=b", {"a": 1, "ppo": {"gamma": 1}, "env": {"kwargs": {"text": "a=b"}}}),
         ("a=null", {"a": None, "ppo": {"gamma": 1}}),
+        ("ppo={}", {"a": 1, "ppo": {}}),
+        ("env.kwargs={}", {"a": 1, "ppo": {"gamma": 1}}),
     ],
 )
 def test_set_changes_one_key(setting: str, expected: dict[str, Any]) -> None:

@@ -211,15 +211,37 @@ def test_what_cannot_work_is_refused_before_anything_runs(changes: dict[str, Any
         parse_experiment({"name": "x", "base_model": {"kind": "tiny"}, **changes})
 
 
-def test_validation_imports_what_a_config_names() -> None:
-    experiment = parse_experiment(
-        {
-            "name": "x",
-            "base_model": {"kind": "tiny"},
-            "env": {"factory": "llmppo.envs.guess_number:GuesNumber"},
-        }
-    )
-    with pytest.raises(
-        ConfigError, match=r"env\.factory: .* has no `GuesNumber`; did you mean `GuessNumber`"
-    ):
+@pytest.mark.parametrize(
+    ("env", "fault"),
+    [
+        (
+            {"factory": "llmppo.envs.guess_number:GuesNumber"},
+            r"env\.factory: .* has no `GuesNumber`; did you mean `GuessNumber`",
+        ),
+        (
+            {"factory": "llmppo.envs.dataset_env:DatasetEnv", "kwargs": {"reward": "no_such_module:f"}},
+            r"env\.kwargs\.reward: no module `no_such_module`",
+        ),
+        (
+            {
+                "factory": "llmppo.envs.dataset_env:DatasetEnv",
+                "kwargs": {"rewards": [{"name": "a", "function": "llmppo.envs.rewards:exact_mach"}]},
+            },
+            r"env\.kwargs\.rewards\[0\]\.function: .*did you mean `exact_match`",
+        ),
+    ],
+)
+def test_validation_imports_what_a_config_names(env: dict[str, Any], fault: str) -> None:
+    experiment = parse_experiment({"name": "x", "base_model": {"kind": "tiny"}, "env": env})
+    with pytest.raises(ConfigError, match=fault):
         import_callables(experiment)
+
+
+def test_repetition_penalty_is_refused_without_the_advice_on_top_k() -> None:
+    with pytest.raises(
+        ConfigError, match="repetition_penalty, which depends on what was said before"
+    ) as raised:
+        parse_experiment(
+            {"name": "x", "base_model": {"kind": "tiny"}, "rollout": {"repetition_penalty": 1.2, "top_k": 5}}
+        )
+    assert "top_k" not in str(raised.value)

@@ -2,8 +2,10 @@ import json
 
 import pytest
 
+from llmppo.config import EnvConfig
 from llmppo.envs.dataset_env import DatasetEnv
 from llmppo.envs.larger_number import generate
+from llmppo.envs.loading import make_env
 from llmppo.envs.rewards import number_choice
 from llmppo.errors import ConfigError, EnvironmentFault
 from llmppo.stages import baselines, dataset
@@ -212,7 +214,7 @@ def test_baselines_of_a_choice_dataset(tmp_path, monkeypatch):
     measured = result["measured"]["valid random pick"]
     assert measured["success_rate"] == pytest.approx(0.5, abs=0.07)
     assert measured["reward_mean"] == measured["success_rate"]
-    assert any("60 held-out questions" in note for note in result["notes"])
+    assert any("60 questions are held out" in note for note in result["notes"])
 
 
 def test_baselines_of_the_game_and_of_an_environment_without_any(tmp_path, monkeypatch):
@@ -223,5 +225,38 @@ def test_baselines_of_the_game_and_of_an_environment_without_any(tmp_path, monke
     assert list(game["references"]) == ["consistent play", "optimal play", "random play"]
     assert game["measured"]["optimal play"] == {"success_rate": 1.0, "reward_mean": 1.0, "episodes": 300}
     assert "15 instances" in game["notes"][0]
-    baselines.run({"env": {"factory": "builtins:object"}}, out=out)
-    assert json.loads(out.read_text())["references"] == {}
+    baselines.run({"env": {"factory": "llmppo.testing:CountdownEnv"}}, out=out)
+    without = json.loads(out.read_text())
+    assert (without["references"], without["measured"]) == ({}, {})
+    assert any("no floor to compare with" in note for note in without["notes"])
+
+
+class Unlucky:
+    """Fails when a scripted player plays it, and takes no seed."""
+
+    def reset(self):
+        return "?", {}
+
+    def step(self, action):
+        raise OSError("connection lost")
+
+    def references(self):
+        return {"luck": 0.5}
+
+    def players(self):
+        return {"any": lambda rng, texts: "x"}
+
+
+def test_a_floor_whose_episodes_fail_is_left_out_with_a_note(tmp_path):
+    env = {"factory": f"{__name__}:Unlucky", "max_turns": 1}
+    baselines.run({"env": env}, out=tmp_path / "baselines.json")
+    result = json.loads((tmp_path / "baselines.json").read_text())
+    assert (result["references"], result["measured"]) == ({"luck": 0.5}, {})
+    assert any("connection lost" in note for note in result["notes"])
+    assert any("takes no seed" in note for note in result["notes"])
+
+
+def test_an_environment_without_step_is_refused_by_name(tmp_path):
+    env = EnvConfig(factory="builtins:object")
+    with pytest.raises(ConfigError, match="what builtins:object makes has no method `reset`"):
+        make_env(env)

@@ -67,6 +67,11 @@ def raises(env, number):
         raise OSError("connection lost")
 
 
+def exits(env, number):
+    if number == 2:
+        raise SystemExit(3)
+
+
 def hangs(env, number):
     if number == 2:
         FOREVER.wait()
@@ -80,6 +85,7 @@ def talks_nonsense(env, number):
     ("what", "message"),
     [
         (raises, "step raised OSError: connection lost"),
+        (exits, "step raised SystemExit: 3"),
         (hangs, r"step took longer than env\.step_timeout_s, 1 s"),
         (talks_nonsense, "step returned 'a lot' as reward"),
     ],
@@ -168,12 +174,12 @@ def test_above_the_share_the_commonest_failures_are_told():
         collect(two_ways, 4, max_failed_frac=0.5, concurrency=1)
     text = str(fault.value)
     assert text.startswith(
-        "the environments of 3 of 4 episodes failed, env.max_failed_frac allows a share of 0.5"
+        "the environments of at least 3 of 4 episodes failed, env.max_failed_frac allows a share of 0.5"
     )
     assert text.index("2 x") < text.index("disk full") < text.index("1 x") < text.index("bad word")
     assert "episode train-0001-00001: step raised OSError" in text
     assert "env.step_timeout_s" in text
-    with pytest.raises(EnvironmentFault, match="of 1 of 1 episodes"):
+    with pytest.raises(EnvironmentFault, match="of at least 1 of 1 episodes"):
         collect(two_ways, 1, max_failed_frac=1.0)
 
 

@@ -277,7 +277,7 @@ def raising(self, action):
         (step(reward=None), "None as reward"),
         (step(observation=None), "None as observation"),
         (step(observation="\ud800"), "valid Unicode"),
-        (step(observation=[]), "step returned a list as observation"),
+        (step(observation=[]), "step returned an empty list as observation"),
         (step(observation=[{"role": "tool"}]), "message 0 of step's observation"),
         (step(observation=[{"role": "tool", "content": "a", "id": "b"}]), "message 0 of step's observation"),
         (step(observation=[{"role": "assistant", "content": "a"}]), "an assistant message"),
@@ -299,7 +299,7 @@ def test_a_faulty_step_names_environment_and_episode(result, message):
     [
         (lambda self: "Go.", r"reset returned a str; it returns \(observation, info\)"),
         (lambda self: (["Go."], {}), "message 0 .* is 'Go.'"),
-        (lambda self: ([], {}), "a list as observation"),
+        (lambda self: ([], {}), "an empty list as observation"),
         (lambda self: (3, {}), "a int as observation"),
         (lambda self: ("Go.", {"state": object()}), r"info\['state'\] is a object"),
     ],

@@ -147,6 +147,17 @@ def test_checks_name_the_chain_and_the_number() -> None:
     assert "Entropy" not in checks
 
 
+def test_failed_episodes_are_counted_and_warned_of() -> None:
+    some = chain(0, {}, rollout__failed_episodes=[0.0, 2.0, 1.0])
+    none = chain(0, {}, rollout__failed_episodes=[0.0, 0.0])
+    (check,) = run_checks([some])
+    assert (check.warn, check.detail) == (
+        True,
+        "3 episodes failed in their environment and are left out of everything",
+    )
+    assert [check.warn for check in run_checks([none])] == [False]
+
+
 def test_entropy_warns_only_when_it_halves_fast() -> None:
     slow = chain(0, {}, actor__entropy=[1.0 - 0.06 * k for k in range(12)])
     fast = chain(0, {}, actor__entropy=[1.0, 1.0, 0.9, 0.45, 0.4])

@@ -134,7 +134,7 @@ def test_the_command(experiment, arguments, says):
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
-        (["--variant", "other"], "Chains there: main seed-0"),
+        (["--variant", "other"], "there are: main seed-0"),
         (["--iteration", "7"], "no episodes of 7; there are: 1"),
         (["--evaluation", "--decoding", "greedy"], "no `greedy` episodes; there are: sampled"),
     ],
@@ -144,3 +144,10 @@ def test_what_is_not_there_is_named(experiment, arguments, fault):
     assert result.exit_code == 1
     assert fault in result.output
     assert CliRunner().invoke(main, ["show", str(experiment / "main" / "seed-0"), "-n", "1"]).exit_code == 0
+
+
+def test_folders_that_hold_no_chain_are_told_apart(experiment):
+    results = CliRunner().invoke(main, ["show", str(experiment.parent)])
+    assert f"holds no chain; give the folder of an experiment, one of: {experiment}" in results.output
+    assert "there is no folder" in CliRunner().invoke(main, ["show", str(experiment / "absent")]).output
+    assert CliRunner().invoke(main, ["show", str(experiment), "--since", "1"]).exit_code == 2

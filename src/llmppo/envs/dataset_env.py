@@ -113,7 +113,7 @@ class DatasetEnv:
 
     def notes(self) -> list[str]:
         return [
-            f"Evaluation asks {len(self.eval_rows)} held-out questions; none of them is among the "
+            f"{len(self.eval_rows)} questions are held out for evaluation; none of them is among the "
             f"{len(self.train_rows)} questions of training.",
             "The best constant answer is chosen on training questions and scored on held-out ones.",
         ]

@@ -12,7 +12,7 @@ from typing import Any
 from llmppo.config import EnvConfig, SamplingConfig
 from llmppo.envs.harness import RolloutHarness
 from llmppo.envs.protocol import TextEnvironment
-from llmppo.errors import ArtefactError, ConfigError, EnvironmentFault, LlmppoError
+from llmppo.errors import RAISED_BY_USERS, ArtefactError, ConfigError, EnvironmentFault, LlmppoError
 from llmppo.imports import load_callable
 
 DATASET_FILES = {"train_path": "train.jsonl", "eval_path": "eval.jsonl"}
@@ -32,13 +32,17 @@ def environment_factory(config: EnvConfig, dataset: Path | None = None) -> Calla
 
     def make() -> TextEnvironment:
         try:
-            return factory(**kwargs)
+            env = factory(**kwargs)
         except LlmppoError:
             raise
-        except Exception as error:  # user code: whatever it raises, say where
+        except RAISED_BY_USERS as error:
             raise EnvironmentFault(
                 f"env.factory {config.factory} raised {type(error).__name__}: {error}"
             ) from error
+        for method in ("reset", "step"):
+            if not callable(getattr(env, method, None)):
+                raise ConfigError(f"env.factory: what {config.factory} makes has no method `{method}`")
+        return env
 
     return make
 

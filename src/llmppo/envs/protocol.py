@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from llmppo.errors import EnvironmentFault, LlmppoError
+from llmppo.errors import RAISED_BY_USERS, EnvironmentFault, LlmppoError
 
 Message = dict[str, str]
 """A chat message: `role` and `content`, and where a template reads them `name` and `tool_call_id`."""
@@ -192,7 +192,7 @@ def _call(env: Any, episode: str, method: str, *arguments: Any, **keywords: Any)
         return getattr(env, method)(*arguments, **keywords)
     except LlmppoError:
         raise
-    except Exception as error:  # user code: whatever it raises, say where
+    except RAISED_BY_USERS as error:
         raise _fault(env, episode, f"{method} raised {type(error).__name__}: {error}") from error
 
 
@@ -219,9 +219,8 @@ def _messages(env: Any, episode: str, method: str, observation: Any) -> list[Mes
         return [{"role": "user", "content": _text(env, episode, observation)}]
     expected = "a text, or a list of messages {'role': ..., 'content': ...}"
     if not isinstance(observation, (list, tuple)) or not observation:
-        raise _fault(
-            env, episode, f"{method} returned {_shape(observation)} as observation; it is {expected}"
-        )
+        given = "an empty list" if isinstance(observation, list) and not observation else _shape(observation)
+        raise _fault(env, episode, f"{method} returned {given} as observation; it is {expected}")
     messages = []
     for number, message in enumerate(observation):
         if (

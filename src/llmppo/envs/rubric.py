@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmppo.errors import ConfigError, EnvironmentFault
+from llmppo.errors import RAISED_BY_USERS, ConfigError, EnvironmentFault
 from llmppo.imports import load_callable
 
 RewardFunction = Callable[..., Any]
@@ -40,7 +40,7 @@ class Reward:
         extra = {"row": row} if self.takes_row else {}
         try:
             result = self.function(completion, row["answer"], row["question"], **extra)
-        except Exception as error:  # user code: whatever it raises, say where
+        except RAISED_BY_USERS as error:
             raise EnvironmentFault(
                 f"reward {name} raised {type(error).__name__} on row {where}: {error}"
             ) from error

@@ -71,11 +71,23 @@ def engine_gap(values: Sequence[float]) -> Finding:
     ) > 0.1, f"at most {max(values):.4f} nats between engine and trainer; above 0.1 they disagree"
 
 
+def failed_episodes(values: Sequence[float]) -> Finding:
+    """Whether environments failed; such episodes are left out."""
+    total = int(sum(values))
+    return total > 0, (
+        f"{total} episodes failed in their environment and are left out of everything"
+        if total
+        else "none failed"
+    )
+
+
 CHECKS: tuple[tuple[str, str, Callable[[Sequence[float]], Finding]], ...] = (
     ("Explained variance", "critic/explained_variance", explained_variance),
     ("Clip fraction", "actor/clip_frac", clip_fraction),
     ("Entropy", "actor/entropy", entropy),
     ("Truncated episodes", "rollout/truncated_frac", truncated),
+    ("Failed rollouts", "rollout/failed_episodes", failed_episodes),
+    ("Failed evaluation episodes", "eval/failed_episodes", failed_episodes),
     ("Reward spread", "rollout/reward_std", reward_spread),
     ("Log-prob gap", "rollout/logprob_gap_mean", engine_gap),
 )

@@ -58,10 +58,18 @@ def chain_folder(results: Path, variant: str | None, seed: int | None) -> Path:
     for path in chains:
         if variant in (None, path.parent.name) and seed in (None, int(path.name.removeprefix("seed-"))):
             return path
-    known = ", ".join(f"{path.parent.name} {path.name}" for path in chains) or "none"
-    raise ConfigError(
-        f"{results} has no such chain; give the folder of an experiment, `<results>/<name>`. Chains there: {known}"
-    )
+    if not results.is_dir():
+        raise ConfigError(
+            f"there is no folder {results}; give the folder of an experiment, `<results>/<name>`"
+        )
+    if not chains:
+        below = sorted({path.parent.parent.name for path in results.glob("*/*/seed-*")})
+        raise ConfigError(
+            f"{results} holds no chain; give the folder of an experiment"
+            + (f", one of: {', '.join(str(results / name) for name in below)}" if below else "")
+        )
+    known = ", ".join(f"{path.parent.name} {path.name}" for path in chains)
+    raise ConfigError(f"{results} has no chain of that variant and seed; there are: {known}")
 
 
 def rollouts(chain: Path, iteration: int | None) -> list[Shown]:

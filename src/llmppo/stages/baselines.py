@@ -11,7 +11,9 @@ from typing import Any
 
 from llmppo.config import EnvConfig
 from llmppo.envs.loading import make_env
+from llmppo.envs.protocol import accepted_reset_arguments
 from llmppo.envs.scripted import play
+from llmppo.errors import EnvironmentFault
 from llmppo.files import write_json
 from llmppo.seeding import derive_seed
 
@@ -22,11 +24,18 @@ def run(settings: Mapping[str, Any], *, out: Path, dataset: Path | None = None) 
     """Write the JSON file `out`: `references`, `measured` and `notes`."""
     config = EnvConfig.model_validate(settings["env"])
     env = make_env(config, dataset)
-    references: dict[str, float] = getattr(env, "references", dict)()
-    measured = {
-        name: _measure(env, config, name, player) for name, player in getattr(env, "players", dict)().items()
-    }
     notes = list(getattr(env, "notes", list)())
+    if "seed" not in accepted_reset_arguments(env):
+        notes.append("The environment's reset takes no seed: if it draws anything, a repeated run differs.")
+    references: dict[str, float] = {}
+    measured: dict[str, dict[str, float]] = {}
+    try:
+        references = getattr(env, "references", dict)()
+        for name, player in getattr(env, "players", dict)().items():
+            measured[name] = _measure(env, config, name, player)
+    except EnvironmentFault as fault:
+        # Whether so many failures are too many is for the rollouts to say.
+        notes.append(f"Not all floors could be measured, an episode of theirs failed: {fault}")
     if not references and not measured:
         notes.append(
             "The environment offers no references() or players(), so there is no floor to compare with."

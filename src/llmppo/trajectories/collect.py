@@ -146,7 +146,7 @@ def _require_few_failures(runs: Sequence[EpisodeRun], limits: EnvironmentLimits)
         first = next(run for run in failed if str(run.fault).endswith(kind))
         examples.append(f"  {count} x {first.fault}")
     raise EnvironmentFault(
-        f"the environments of {len(failed)} of {len(runs)} episodes failed, env.max_failed_frac allows a share of {limits.max_failed_frac:g}:\n"
+        f"the environments of at least {len(failed)} of {len(runs)} episodes failed, env.max_failed_frac allows a share of {limits.max_failed_frac:g}:\n"
         + "\n".join(examples)
         + "\nMend the environment, or raise env.max_failed_frac, env.retries or env.step_timeout_s"
     ) from failed[0].fault
