@@ -30,6 +30,19 @@ class Commands(click.Group):
         return list(self.commands)
 
 
+CONFIG = click.option(
+    "--config", type=FILE, default="config/config.yaml", show_default=True, help="Experiment YAML."
+)
+RESULTS = click.option("--results", type=FOLDER, help="Output root instead of the config's `results`.")
+CHANGES = click.option(
+    "--set",
+    "changes",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Change a config key, such as `--set ppo.clip_coef=0.1`; the value is YAML. Repeatable.",
+)
+
+
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__)
 def main() -> None:
@@ -41,16 +54,10 @@ def main() -> None:
 
 
 @main.command(context_settings={"ignore_unknown_options": True})
-@click.option("--config", type=FILE, default="config/config.yaml", show_default=True, help="Experiment YAML.")
-@click.option("--results", type=FOLDER, help="Output root instead of the config's `results`.")
+@CONFIG
+@RESULTS
 @click.option("--cores", default="all", show_default=True, help="Jobs of one thread that run at once.")
-@click.option(
-    "--set",
-    "changes",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Change a config key, such as `--set ppo.clip_coef=0.1`; the value is YAML. Repeatable.",
-)
+@CHANGES
 @click.option(
     "--worker/--no-worker",
     default=True,
@@ -79,8 +86,8 @@ def run(
 
 
 @main.command()
-@click.option("--config", type=FILE, default="config/config.yaml", show_default=True, help="Experiment YAML.")
-@click.option("--results", type=FOLDER, help="Output root instead of the config's `results`.")
+@CONFIG
+@RESULTS
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=5000, show_default=True, help="Port to listen on.")
 def ui(config: Path, results: Path | None, host: str, port: int) -> None:
@@ -88,15 +95,6 @@ def ui(config: Path, results: Path | None, host: str, port: int) -> None:
     from llmppo.run import serve_tracker
 
     serve_tracker(config, results, host, port)
-
-
-CONFIG = click.option(
-    "--config", type=FILE, default="config/config.yaml", show_default=True, help="Experiment YAML."
-)
-RESULTS = click.option("--results", type=FOLDER, help="Output root instead of the config's `results`.")
-CHANGES = click.option(
-    "--set", "changes", multiple=True, metavar="KEY=VALUE", help="Change a config key, as for `llmppo run`."
-)
 
 
 @main.command()
