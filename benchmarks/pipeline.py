@@ -4,13 +4,14 @@
     python benchmarks/pipeline.py --cold 5 --iterations 5 with cold jobs of 5 iterations too
 
 All sides do the same work from the same base model, which is built before: critic warm-up, rollouts and updates, on one
-core with one thread, from the start of the process to the last policy on disk. Rounds alternate; prints the wall seconds
-of each and the median of the ratios. Bounds: 1.25 with the worker, 3.0 cold with `iterations_per_job: 5`.
+core with one thread, from the start of the process to the last policy on disk. Rounds alternate; prints wall and CPU
+seconds of each and the medians of the ratios. Bounds: 1.25 with the worker, 3.0 cold with `iterations_per_job: 5`.
 """
 
 import argparse
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -18,12 +19,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from llmppo.experiment import load_experiment
 from llmppo.plan import Plan
+from llmppo.process import thread_environment
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -62,6 +64,13 @@ def loop(config: Path, base: Path) -> None:
     )
 
 
+class Cost(NamedTuple):
+    """Wall seconds, and CPU seconds of all processes."""
+
+    wall_s: float
+    cpu_s: float
+
+
 class Bench:
     """A working directory with a finished base model."""
 
@@ -77,18 +86,22 @@ class Bench:
         self.base = folder / Path(manifest).parent
         self.snakemake(self.config, manifest, cold=True)
 
-    def seconds(self, command: list[Any], **env: str) -> float:
-        """Wall seconds of a command that must succeed."""
+    def measure(self, command: list[Any], **env: str) -> Cost:
+        """What a command takes, which must succeed."""
         began = time.perf_counter()
-        done = subprocess.run(
-            list(map(str, command)), cwd=self.folder, capture_output=True, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", **env},
-        )  # fmt: skip
-        if done.returncode:
-            raise SystemExit(done.stdout[-2000:] + done.stderr[-2000:])
-        return time.perf_counter() - began
+        with tempfile.TemporaryFile("w+") as output:
+            child = subprocess.Popen(
+                list(map(str, command)), cwd=self.folder, stdout=output, stderr=output,
+                env={**os.environ, **thread_environment(1), **env},
+            )  # fmt: skip
+            _, status, usage = os.wait4(child.pid, 0)
+            seconds = time.perf_counter() - began
+            output.seek(0)
+            if status:
+                raise SystemExit(output.read()[-4000:])
+        return Cost(seconds, usage.ru_utime + usage.ru_stime)
 
-    def snakemake(self, config: Path, target: str, *, cold: bool) -> float:
+    def snakemake(self, config: Path, target: str, *, cold: bool) -> Cost:
         """Up to a file, with a fresh chain."""
         for old in (Path("results/benchmark"), Path("results/shared/warmup_rollouts")):
             shutil.rmtree(self.folder / old, ignore_errors=True)
@@ -96,18 +109,28 @@ class Bench:
             *(sys.executable, "-m", "snakemake", "--snakefile", REPOSITORY / "Snakefile", target),
             *("--cores", "1", "--configfile", config),
         ]
-        return self.seconds(command, **({"LLMPPO_WORKER": "off"} if cold else {}))
+        if cold:
+            return self.measure(command, LLMPPO_WORKER="off")
+        cost = self.measure(command)
+        return Cost(cost.wall_s, cost.cpu_s + self.of_worker())
 
-    def loop(self) -> float:
+    def of_worker(self) -> float:
+        """CPU seconds of the worker and its stages, which are no children of Snakemake; it ends just after."""
+        log = self.folder / "results/benchmark/logs/worker.log"
+        while not (spent := re.search(r"([\d.]+) CPU s, and ([\d.]+)", log.read_text())):
+            time.sleep(0.1)
+        return float(spent[1]) + float(spent[2])
+
+    def loop(self) -> Cost:
         shutil.rmtree(self.folder / "loop", ignore_errors=True)
-        return self.seconds([sys.executable, __file__, "--loop", self.config, self.base])
+        return self.measure([sys.executable, __file__, "--loop", self.config, self.base])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=5, help="0 builds the base model only")
     parser.add_argument("--iterations", type=int, default=4)
     parser.add_argument(
         "--cold", type=int, default=0, metavar="ITERATIONS", help="also run cold jobs of this size"
@@ -130,18 +153,26 @@ def main() -> None:
             if options.cold:
                 sides["cold"] = bench.snakemake(bench.coarse, last, cold=True)
             rounds.append(sides)
-            print(", ".join(f"{name} {seconds:.1f} s" for name, seconds in sides.items()), flush=True)
+            print(
+                ", ".join(
+                    f"{name} {cost.wall_s:.1f} s ({cost.cpu_s:.1f} CPU s)" for name, cost in sides.items()
+                ),
+                flush=True,
+            )
+    if not rounds:
+        return
     ratios = {
-        name: statistics.median(sides[name] / sides["loop"] for sides in rounds)
-        for name in rounds[0]
-        if name != "loop"
+        f"{name}.{field}": statistics.median(
+            getattr(sides[name], field) / getattr(sides["loop"], field) for sides in rounds
+        )
+        for name in ("worker", "cold")[: 1 + bool(options.cold)]
+        for field in Cost._fields
     }
-    print(", ".join(f"{name} {ratio:.2f} of the loop" for name, ratio in ratios.items()))
+    for name, ratio in ratios.items():
+        print(f"{name}: {ratio:.2f} of the loop's")
     if options.out:
         options.out.write_text(
-            json.dumps(
-                {"options": vars(options) | {"out": None}, "rounds": rounds, "ratios": ratios}, indent=1
-            )
+            json.dumps({"iterations": options.iterations, "rounds": rounds, "ratios": ratios}, indent=1)
         )
 
 

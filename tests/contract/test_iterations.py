@@ -95,18 +95,22 @@ def contents(chain: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"stop_at": {"metric": "rollout/reward_mean", "value": -9.0}}],
+    ("changes", "blocks_of"),
+    [
+        ({}, [(1, 3), (4, 4)]),
+        # The first block stops after its first iteration, the second one starts from a pointer.
+        ({"stop_at": {"metric": "rollout/reward_mean", "value": -9.0}}, [(1, 2), (3, 4)]),
+    ],
     ids=["to the end", "stopped early"],
 )
 def test_blocks_and_a_rest_give_the_files_of_single_stages(
-    base: Path, start: Path, tmp_path: Path, changes: dict[str, Any]
+    base: Path, start: Path, tmp_path: Path, changes: dict[str, Any], blocks_of: list[tuple[int, int]]
 ) -> None:
     single, blocks = tmp_path / "single", tmp_path / "blocks"
     for chain in (single, blocks):
         shutil.copytree(start, chain)
     one_by_one(single, base, 4, **changes)
-    in_blocks(blocks, base, (1, 3), (4, 4), **changes)
+    in_blocks(blocks, base, *blocks_of, **changes)
     assert len(contents(single)) >= 40
     assert contents(blocks) == contents(single)
     assert resolve_policy(blocks / "policy/0004").name == ("0001" if changes else "0004")

@@ -224,6 +224,10 @@ def main() -> None:
         _say(f"ending: {worker.serve()}")
     finally:
         worker.end()
+        spent = os.times()
+        _say(
+            f"{spent.user + spent.system:.2f} CPU s, and {spent.children_user + spent.children_system:.2f} of the stages"
+        )
 
 
 if __name__ == "__main__":
