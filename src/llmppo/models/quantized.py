@@ -4,6 +4,7 @@ Only the frozen linear layers of the decoder are quantised: the output head keep
 are exact for the states that reach it, and adapters stay in fp32.
 """
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -28,6 +29,16 @@ def bnb_config(section: QuantizationConfig, dtype: Any) -> Any:
         bnb_4bit_use_double_quant=section.double_quant,
         bnb_4bit_compute_dtype=dtype,
     )
+
+
+def quantization_of(manifest: Mapping[str, Any]) -> Any:
+    """transformers' quantisation config of a base model folder by its manifest; None without quantisation."""
+    section = manifest.get("quantization")
+    if section is None:
+        return None
+    import torch
+
+    return bnb_config(QuantizationConfig.model_validate(section), getattr(torch, manifest["dtype"]))
 
 
 def is_quantized(model: Any) -> bool:

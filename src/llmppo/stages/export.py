@@ -15,11 +15,11 @@ import yaml
 
 from llmppo.errors import ArtefactError
 from llmppo.files import MANIFEST, atomic_folder, read_json, write_manifest, write_text
+from llmppo.models.quantized import quantization_of
 from llmppo.policies import resolve_policy
 from llmppo.provenance import provenance
 from llmppo.reporting.card import model_card
 from llmppo.reporting.results import load_chain
-from llmppo.stages.loading import quantization_of
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".index.json")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")

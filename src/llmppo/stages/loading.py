@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmppo.config import LoraSection, PPOConfig, QuantizationConfig, SamplingConfig
+from llmppo.config import LoraSection, PPOConfig, SamplingConfig
 from llmppo.errors import ArtefactError, ConfigError, LlmppoError
 from llmppo.files import MANIFEST, read_json
 from llmppo.policies import STOPPED
@@ -115,6 +115,8 @@ def _read_base(base: Path, device: str) -> Any:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
+    from llmppo.models.quantized import quantization_of
+
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda, but this machine's PyTorch sees no GPU; set `device: cpu`")
     manifest = read_json(base / MANIFEST)
@@ -134,18 +136,6 @@ def _read_base(base: Path, device: str) -> Any:
             f"{base} can't be loaded ({error}); delete it and run the same command"
         ) from error
     return (model if placement else model.to(device)).eval()
-
-
-def quantization_of(manifest: Mapping[str, Any]) -> Any:
-    """transformers' quantisation config of a base model by its manifest; None without quantisation."""
-    section = manifest.get("quantization")
-    if section is None:
-        return None
-    import torch
-
-    from llmppo.models.quantized import bnb_config
-
-    return bnb_config(QuantizationConfig.model_validate(section), getattr(torch, manifest["dtype"]))
 
 
 def load_tokenizer(base: Path) -> Any:
