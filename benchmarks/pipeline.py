@@ -34,24 +34,16 @@ def loop(config: Path, base: Path) -> None:
     """The same chain by `train_llm_rollout`, in this process; its policies go to `loop/`."""
     import torch
 
-    from llmppo import LLMPPO, train_llm_rollout
-    from llmppo.config import SamplingConfig
+    from llmppo import train_llm_rollout
     from llmppo.envs.loading import harness_factory
     from llmppo.experiment import load_experiment, variant_config
-    from llmppo.stages.loading import load_base, load_tokenizer
+    from llmppo.stage_settings import stage_settings
+    from llmppo.stages.loading import load_tokenizer, new_agent
 
     torch.set_num_threads(1)
     experiment = variant_config(load_experiment(config), "main")
     tokenizer = load_tokenizer(base)
-    agent = LLMPPO(
-        tokenizer.pad_token_id,
-        tokenizer.pad_token,
-        actor_network=load_base(base),
-        lora_config=experiment.lora,
-        seed=0,
-        **experiment.ppo.model_dump(),
-        **experiment.rollout.model_dump(include=set(SamplingConfig.model_fields)),
-    )
+    agent = new_agent(stage_settings(experiment, "update"), base, 0, experiment.lora)
     train_llm_rollout(
         [agent],
         experiment.env.max_turns,

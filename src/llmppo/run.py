@@ -82,6 +82,11 @@ def find_snakefile() -> Path:
     raise LlmppoError("there is no Snakefile here; run this in a clone of the repository")
 
 
+def snakemake_command(snakefile: Path, cores: str = "1") -> list[str]:
+    """Snakemake of this environment on the workflow."""
+    return [sys.executable, "-m", "snakemake", "--snakefile", str(snakefile), "--cores", cores]
+
+
 def profile_arguments(snakefile: Path) -> list[str]:
     """The default profile as command-line arguments, without its logger: the log is read by a program."""
     path = snakefile.parent / PROFILE
@@ -208,7 +213,7 @@ def run_experiment(
     """Run an experiment to its end; returns the exit status."""
     values, plan = configure(config, results, changes)
     snakefile = find_snakefile()
-    command = [sys.executable, "-m", "snakemake", "--snakefile", str(snakefile), "--cores", cores]
+    command = snakemake_command(snakefile, cores)
     check_home(plan.layout.results)
     folder = Path(plan.layout.root) / "logs"
     stamp = time.strftime("%Y%m%d-%H%M%S")

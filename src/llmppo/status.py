@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from llmppo.errors import LlmppoError
 from llmppo.ownership import hold, holder
 from llmppo.plan import Plan
 from llmppo.progress import Progress
+from llmppo.run import snakemake_command
 from llmppo.snakelog import START, SnakemakeLog
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def dry_run(values: dict[str, Any], snakefile: Path) -> str:
         file.flush()
         ran = subprocess.run(
             [
-                sys.executable, "-m", "snakemake", "--snakefile", str(snakefile), "--cores", "1", "--nolock", "--dry-run",
+                *snakemake_command(snakefile), "--nolock", "--dry-run",
                 "--workflow-profile", "none", "--rerun-incomplete", "--configfile", file.name,
             ],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,

@@ -4,9 +4,8 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,10 @@ from llmppo.errors import ArtefactError, LlmppoError
 from llmppo.files import MANIFEST, check_manifest, read_json, sha256_file
 from llmppo.ownership import HOME, near
 from llmppo.policies import may_be_pruned
+from llmppo.run import snakemake_command
 
 # What a repeat writes anew without being a result: the tracker's store, logs, and where a run is at home.
-NOT_COPIED = ("mlflow.db*", "mlartifacts", "logs", "benchmarks", HOME, ".run.lock", ".verify-*")
+NOT_COPIED = ("mlflow.db*", "mlartifacts", "logs", "benchmarks", HOME, ".run.lock")
 TIMED_FACTS = ("finished_at",)
 TIMED_METRICS = ("time/", "perf/")
 
@@ -36,29 +36,22 @@ def check(results: Path) -> Iterator[Checked]:
     """Every folder with a manifest, every Parquet file and every other JSON file below `results`."""
     if not results.is_dir():
         raise LlmppoError(f"{results} is no folder; give the folder of an experiment, or the results root")
-    covered: list[Path] = []
-    for manifest in sorted(results.rglob(MANIFEST)):
-        folder = manifest.parent
-        if not _hidden(folder, results):
-            covered.append(folder)
-            yield _checked(folder, lambda folder=folder: check_manifest(folder, may_be_pruned(folder)))
-    for path in sorted(results.rglob("*")):
-        inside = any(folder in path.parents for folder in covered)
-        if inside or _hidden(path, results) or not path.is_file():
-            continue
-        if path.suffix == ".parquet":
-            yield _checked(path, lambda path=path: _read_parquet(path))
-        elif path.suffix == ".json":
-            yield _checked(path, lambda path=path: read_json(path))
+    paths = [path for path in sorted(results.rglob("*")) if not _hidden(path, results)]
+    covered = {path.parent for path in paths if path.name == MANIFEST}
+    for path in paths:
+        if path in covered:
+            yield _checked(path, _check_folder)
+        elif path.suffix in CHECKS and covered.isdisjoint(path.parents) and path.is_file():
+            yield _checked(path, CHECKS[path.suffix])
 
 
 def _hidden(path: Path, root: Path) -> bool:
     return any(part.startswith(".") for part in path.relative_to(root).parts)
 
 
-def _checked(path: Path, look: Any) -> Checked:
+def _checked(path: Path, look: Callable[[Path], Any]) -> Checked:
     try:
-        look()
+        look(path)
     except (ArtefactError, KeyError, TypeError, AttributeError) as error:
         return Checked(
             path, str(error) if isinstance(error, ArtefactError) else f"{path} is no manifest of ours"
@@ -66,11 +59,18 @@ def _checked(path: Path, look: Any) -> Checked:
     return Checked(path)
 
 
+def _check_folder(folder: Path) -> None:
+    check_manifest(folder, may_be_pruned(folder))
+
+
 def _read_parquet(path: Path) -> None:
     """Read all of a file, so that the checksum of every page is compared."""
     from llmppo.trajectories.schema import read_table
 
     read_table(path)
+
+
+CHECKS: dict[str, Callable[[Path], Any]] = {".parquet": _read_parquet, ".json": read_json}
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,7 @@ def repeat(values: dict[str, Any], results: str, target: Path, snakefile: Path) 
         config.write_text(yaml.safe_dump({**values, "results": near(str(copy))}), encoding="utf-8")
         ran = subprocess.run(
             [
-                sys.executable, "-m", "snakemake", "--snakefile", str(snakefile), "--cores", "1", "--nolock",
-                "--workflow-profile", "none", "--configfile", str(config), "--force", "--rerun-triggers", "mtime",
+                *snakemake_command(snakefile), "--nolock", "--workflow-profile", "none", "--configfile", str(config), "--force", "--rerun-triggers", "mtime",
                 "--drop-metadata", "--show-failed-logs", wanted,
             ],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,

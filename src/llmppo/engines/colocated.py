@@ -73,16 +73,11 @@ class ColocatedVLLM:
             self._open.callback(backend.close)
             return backend
         from llmppo.engines.vllm_client import Servers
-        from llmppo.engines.vllm_server import awake, ensure_server
+        from llmppo.engines.vllm_server import awake, servers_of
 
-        urls = self.config.urls or [
-            ensure_server(
-                arguments,
-                device=self.model.device.type,
-                threads=torch.get_num_threads(),
-                timeout_s=self.config.startup_timeout_s,
-            )
-        ]
+        urls = servers_of(
+            self.config, arguments, device=self.model.device.type, threads=torch.get_num_threads()
+        )
         self._awake = lambda: awake(urls[0])
         return Servers(urls, self.config)
 

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from llmppo.config import VLLMConfig
 from llmppo.engines.vllm import engine_environment, require_vllm
 from llmppo.engines.vllm_client import POLL_S, UNIX, call, is_healthy
 from llmppo.errors import EngineError
@@ -106,6 +107,15 @@ def ensure_server(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGKILL)
         raise EngineError(f"the vLLM server {why}; its output is in {log}")
+
+
+def servers_of(
+    config: VLLMConfig, arguments: Mapping[str, Any], *, device: str, threads: int, log: Path | None = None
+) -> list[str]:
+    """URLs of the servers that a config names; without any, of this run's own (`ensure_server`)."""
+    return config.urls or [
+        ensure_server(arguments, device=device, threads=threads, timeout_s=config.startup_timeout_s, log=log)
+    ]
 
 
 @contextmanager

@@ -237,13 +237,17 @@ class AdaptedModel:
         states = hidden.detach() if self.critic == "head" else hidden
         return self.value_head(states.float()).squeeze(-1)
 
-    def base_state(self) -> dict[str, Tensor]:
-        """The base model's own weights under the names that they had before it was adapted."""
+    def base_tensors(self) -> dict[str, Tensor]:
+        """The base model's own weights, by their names in `base`."""
         return {
-            name.replace(".base_layer.", "."): tensor
+            name: tensor
             for name, tensor in self.base.state_dict().items()
             if ".lora_A." not in name and ".lora_B." not in name
         }
+
+    def base_state(self) -> dict[str, Tensor]:
+        """The same under the names that they had before the model was adapted."""
+        return {name.replace(".base_layer.", "."): tensor for name, tensor in self.base_tensors().items()}
 
     def packing(self, on: bool) -> None:
         """Let `packed` passes run, where attention keeps packed rows apart.

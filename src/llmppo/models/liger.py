@@ -57,12 +57,9 @@ class LigerScorer:
                 "set top_k: 0 or use_liger_loss: false"
             )
         states = hidden.to(self.weight.dtype)
+        size = self.tile_rows or max(len(states), 1)
         logps = [
             self.score(rows[None], self.weight, chosen[None], self.bias, self.temperature)[0]
-            for rows, chosen in zip(
-                states.split(self.tile_rows or max(len(states), 1)),
-                tokens.split(self.tile_rows or max(len(states), 1)),
-                strict=True,
-            )
+            for rows, chosen in zip(states.split(size), tokens.split(size), strict=True)
         ]
         return torch.cat(logps), None

@@ -56,20 +56,13 @@ def policy_engine(
             backend.close()
         return
     from llmppo.engines.vllm_client import Servers
-    from llmppo.engines.vllm_server import awake, ensure_server
+    from llmppo.engines.vllm_server import awake, servers_of
     from llmppo.engines.zero_adapter import zero_adapter
 
     # A server has requests of several policies at once, and vLLM on a CPU mixes up those without an adapter.
     adapter = zero_adapter(base) if policy is None else Adapter.of_policy(policy)
-    urls = config.urls or [
-        ensure_server(
-            arguments,
-            device=settings["device"],
-            threads=settings["threads"],
-            timeout_s=config.startup_timeout_s,
-            log=Path(os.environ[SERVER_LOG]) if os.environ.get(SERVER_LOG) else None,
-        )
-    ]
+    log = Path(os.environ[SERVER_LOG]) if os.environ.get(SERVER_LOG) else None
+    urls = servers_of(config, arguments, device=settings["device"], threads=settings["threads"], log=log)
     with awake(urls[0]):
         yield VLLMEngine(Servers(urls, config), adapter, ends, sampling, stops)
 

@@ -31,7 +31,7 @@ from llmppo.models.quantized import bnb_config, is_quantized
 from llmppo.ppo.schedules import lr_scale
 from llmppo.seeding import derive_seed
 from llmppo.trainer.aliases import with_aliases
-from llmppo.trainer.batch import UpdateBatch, build_batch, padded_supports
+from llmppo.trainer.batch import UpdateBatch, batch_from_experiences, padded_supports
 from llmppo.trainer.bookkeeping import Bookkeeping
 from llmppo.trainer.checkpoint import Checkpoint
 from llmppo.trainer.optimizer import RoleOptimizer
@@ -339,7 +339,9 @@ class LLMPPO(Bookkeeping):
         batch = (
             experiences
             if isinstance(experiences, UpdateBatch)
-            else self._assemble(experiences, turn_ids, sampling_logps, sampling_supports, episode_segments)
+            else batch_from_experiences(
+                experiences, turn_ids, sampling_logps, sampling_supports, episode_segments
+            )
         )
         warmup = self.in_warmup
         kept = batch.mask.any(dim=1)
@@ -412,40 +414,6 @@ class LLMPPO(Bookkeeping):
             **options,
             reduce_in_fp32=config.cast_logprobs_to_fp32,
             entropy_gradient=config.ent_coef > 0,
-        )
-
-    def _assemble(
-        self,
-        experiences: tuple[Sequence[Tensor], Sequence[Tensor], Tensor],
-        turn_ids: Tensor | Sequence[Tensor] | None,
-        sampling_logps: Sequence[Tensor | None] | None,
-        supports: Sequence[Tensor | None] | None,
-        segments: Sequence[Sequence[int] | None] | None,
-    ) -> UpdateBatch:
-        token_ids, action_masks, rewards = experiences
-        reward_rows = torch.as_tensor(rewards, dtype=torch.float32)
-        reward_rows = reward_rows[:, None] if reward_rows.ndim == 1 else reward_rows
-        ids, turns = [], []
-        for row, (tokens, mask) in enumerate(zip(token_ids, action_masks, strict=True)):
-            sequence, frame = torch.as_tensor(tokens).reshape(-1), torch.as_tensor(mask).reshape(-1).bool()
-            if len(frame) != len(sequence) - 1:
-                raise ConfigError(
-                    f"episode {row}: the action mask has {len(frame)} entries for {len(sequence)} tokens; it needs one less than tokens"
-                )
-            labels = (
-                torch.zeros(len(frame), dtype=torch.long)
-                if turn_ids is None
-                else torch.as_tensor(turn_ids[row]).reshape(-1)[: len(frame)]
-            )
-            if len(labels) != len(frame) or bool((labels[frame] < 0).any()):
-                raise ConfigError(
-                    f"episode {row}: turn_ids needs a turn (0 or more) for each of the {int(frame.sum())} sampled tokens"
-                )
-            ids.append(sequence)
-            turns.append(torch.cat([torch.tensor([-1]), torch.where(frame, labels, -1)]))
-        names = [f"row {row}" for row in range(len(ids))]
-        return build_batch(
-            names, ids, turns, reward_rows, [False] * len(ids), sampling_logps, supports, segments
         )
 
     def test(self, env: Any, loop: int = 1) -> np.ndarray:

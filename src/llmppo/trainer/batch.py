@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmppo.errors import TrajectoryError
+from llmppo.errors import ConfigError, TrajectoryError
 from llmppo.trajectories.episode import Episode
 
 
@@ -168,6 +168,39 @@ def _stack_supports(
         if count:
             stacked[number, :count, : row.shape[1]] = row
     return stacked
+
+
+def batch_from_experiences(
+    experiences: tuple[Sequence[Tensor], Sequence[Tensor], Tensor],
+    turn_ids: Tensor | Sequence[Tensor] | None,
+    sampling_logps: Sequence[Tensor | None] | None,
+    supports: Sequence[Tensor | None] | None,
+    segments: Sequence[Sequence[int] | None] | None,
+) -> UpdateBatch:
+    """The batch of what `LLMPPO.learn` takes. Raises ConfigError naming the episode for frames that don't fit its tokens."""
+    token_ids, action_masks, rewards = experiences
+    reward_rows = torch.as_tensor(rewards, dtype=torch.float32)
+    reward_rows = reward_rows[:, None] if reward_rows.ndim == 1 else reward_rows
+    ids, turns = [], []
+    for row, (tokens, mask) in enumerate(zip(token_ids, action_masks, strict=True)):
+        sequence, frame = torch.as_tensor(tokens).reshape(-1), torch.as_tensor(mask).reshape(-1).bool()
+        if len(frame) != len(sequence) - 1:
+            raise ConfigError(
+                f"episode {row}: the action mask has {len(frame)} entries for {len(sequence)} tokens; it needs one less than tokens"
+            )
+        labels = (
+            torch.zeros(len(frame), dtype=torch.long)
+            if turn_ids is None
+            else torch.as_tensor(turn_ids[row]).reshape(-1)[: len(frame)]
+        )
+        if len(labels) != len(frame) or bool((labels[frame] < 0).any()):
+            raise ConfigError(
+                f"episode {row}: turn_ids needs a turn (0 or more) for each of the {int(frame.sum())} sampled tokens"
+            )
+        ids.append(sequence)
+        turns.append(torch.cat([torch.tensor([-1]), torch.where(frame, labels, -1)]))
+    names = [f"row {row}" for row in range(len(ids))]
+    return build_batch(names, ids, turns, reward_rows, [False] * len(ids), sampling_logps, supports, segments)
 
 
 def batch_from_episodes(episodes: Sequence[Episode], max_turns: int) -> UpdateBatch:

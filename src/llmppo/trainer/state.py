@@ -178,15 +178,7 @@ class AgentState:
         if not lora_only and is_quantized(self.model.base):
             raise ConfigError("lora_only=False can't save a quantised base model; save with lora_only=True")
         if not lora_only:
-            adapters = tuple(f".{part}." for part in ("lora_A", "lora_B"))
-            base = host(
-                {
-                    name: tensor
-                    for name, tensor in self.model.base.state_dict().items()
-                    if not any(part in name for part in adapters)
-                }
-            )
-            base = _without_shared(base, self.model.base)
+            base = _without_shared(host(self.model.base_tensors()), self.model.base)
         return Snapshot(
             adapters={name: host(self.model.adapter_state(name)) for name in self.model.adapters},
             adapter_configs={
