@@ -34,6 +34,7 @@ CONFIG = click.option(
     "--config", type=FILE, default="config/config.yaml", show_default=True, help="Experiment YAML."
 )
 RESULTS = click.option("--results", type=FOLDER, help="Output root instead of the config's `results`.")
+CORES = click.option("--cores", default="all", show_default=True, help="Jobs of one thread that run at once.")
 CHANGES = click.option(
     "--set",
     "changes",
@@ -56,7 +57,7 @@ def main() -> None:
 @main.command(context_settings={"ignore_unknown_options": True})
 @CONFIG
 @RESULTS
-@click.option("--cores", default="all", show_default=True, help="Jobs of one thread that run at once.")
+@CORES
 @CHANGES
 @click.option(
     "--worker/--no-worker",
@@ -78,11 +79,12 @@ def run(
     know goes to snakemake, for instance `-n` for a dry run. A second run on the same results is refused
     (exit status 73).
     """
-    from llmppo.run import run_experiment
+    from llmppo.run import configure, run_experiment
 
     if not worker:
         os.environ[WORKER] = OFF
-    sys.exit(run_experiment(config, results, cores, changes, snakemake_args))
+    values, plan = configure(config, results, changes)
+    sys.exit(run_experiment(values, plan, cores, snakemake_args))
 
 
 @main.command()
@@ -195,6 +197,32 @@ def show(
     shown.show(console, chosen)
     if not chosen:
         console.print(f"no such episodes in {chain}")
+
+
+@main.command()
+@click.argument("results", type=FOLDER)
+@CHANGES
+@click.option("--variant", help="Variant that sampled the rollouts; the first one without it.")
+@click.option("--name", help="Name of the replay; made of the changes without it.")
+@CORES
+def replay(
+    results: Path, changes: tuple[str, ...], variant: str | None, name: str | None, cores: str
+) -> None:
+    """Repeat the updates of a finished run on its stored rollouts, with other settings, beside the original.
+
+    RESULTS is the folder of an experiment. Nothing is sampled for training: what other hyper-parameters make
+    of the same episodes, and how far off-policy that is, is told at the end, and stands in the report.
+
+        llmppo replay results/guess-number --set ppo.clip_coef=0.1
+    """
+    from llmppo.replay import outcome, replayed
+    from llmppo.run import run_experiment
+
+    values, plan, name = replayed(results, changes, variant, name)
+    status = run_experiment(values, plan, cores)
+    if status == 0:
+        click.echo(outcome(plan, name))
+    sys.exit(status)
 
 
 @main.command()

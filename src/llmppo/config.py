@@ -635,10 +635,14 @@ class ExperimentConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
     report: ReportConfig = ReportConfig()
     resources: ResourcesConfig = ResourcesConfig()
+    replays: Name | None = Field(
+        None,
+        description="Only in a variant: learn from the stored rollouts of the variant named here, whose settings it starts from, with another `ppo` or `lora`.",
+    )
     variants: dict[Name, dict[str, Any]] = Field(
         {"main": {}},
         min_length=1,
-        description="Name to overrides of `base_model`, `dataset`, `env`, `lora`, `rollout` or `ppo`, nested as in this file.",
+        description="Name to overrides of `base_model`, `dataset`, `env`, `lora`, `rollout` or `ppo`, nested as in this file, or to a replay.",
     )
 
     @field_validator("seeds")
@@ -658,3 +662,4 @@ class ExperimentConfig(Section):
 
 
 VARIANT_SECTIONS = ("base_model", "dataset", "env", "lora", "rollout", "ppo")
+REPLAY_SECTIONS = ("lora", "ppo")  # a replay's episodes are there, so what made them is fixed

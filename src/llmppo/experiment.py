@@ -13,6 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from llmppo.config import (
+    REPLAY_SECTIONS,
     VARIANT_SECTIONS,
     ExperimentConfig,
     GgufModelConfig,
@@ -46,6 +47,10 @@ def parse_experiment(values: Mapping[str, Any], source: str = "config") -> Exper
         experiment = ExperimentConfig.model_validate(dict(values))
     except ValidationError as error:
         raise explain(error, source) from None
+    if experiment.replays is not None:
+        raise ConfigError(
+            f"{source}:\n  replays: belongs into a variant, `variants: {{NAME: {{replays: ...}}}}`"
+        )
     for variant in experiment.variants:
         variant_config(experiment, variant, source)
     baseline = experiment.report.baseline
@@ -87,22 +92,64 @@ def load_experiment(path: str | Path) -> ExperimentConfig:
 
 
 def variant_config(experiment: ExperimentConfig, variant: str, source: str = "config") -> ExperimentConfig:
-    """The experiment with one variant's overrides applied, cross-section rules checked."""
+    """The experiment with one variant's overrides applied, cross-section rules checked.
+
+    A replay's come on top of those of the variant that it replays.
+    """
     if variant not in experiment.variants:
         raise ConfigError(f"{source}: no variant `{variant}`; there are: {', '.join(experiment.variants)}")
     overrides = experiment.variants[variant]
-    stray = sorted(set(overrides) - set(VARIANT_SECTIONS))
+    original = _replayed(experiment, variant, source) if "replays" in overrides else None
+    kind, sections = ("variant", VARIANT_SECTIONS) if original is None else ("replay", REPLAY_SECTIONS)
+    stray = sorted(set(overrides) - {*sections, *(["replays"] if original else [])})
     if stray:
         raise ConfigError(
-            f"{source}:\n  variants.{variant}.{stray[0]}: a variant may override {', '.join(VARIANT_SECTIONS)}"
+            f"{source}:\n  variants.{variant}.{stray[0]}: a {kind} may override {', '.join(sections)}"
         )
-    values = merge(experiment.model_dump(exclude_unset=True, mode="json"), overrides)
+    values = experiment.model_dump(exclude_unset=True, mode="json")
+    if original is not None:
+        values = merge(values, experiment.variants[original])
+    values = merge(values, overrides)
+    where = f"{source} (variant {variant})"
     try:
         resolved = ExperimentConfig.model_validate(values)
     except ValidationError as error:
-        raise explain(error, f"{source} (variant {variant})") from None
-    _check_combination(resolved, f"{source} (variant {variant})")
+        raise explain(error, where) from None
+    _check_combination(resolved, where)
+    if original is not None:
+        _check_replay(resolved, variant_config(experiment, original, source), where)
     return resolved
+
+
+def _replayed(experiment: ExperimentConfig, variant: str, source: str) -> str:
+    """The variant that a replay learns from: one that samples rollouts of its own."""
+    original = experiment.variants[variant]["replays"]
+    sampled = [name for name, overrides in experiment.variants.items() if "replays" not in overrides]
+    if original not in sampled:
+        raise ConfigError(
+            f"{source}:\n  variants.{variant}.replays: {original!r} is no variant with rollouts of its own; there are: {', '.join(sampled)}"
+        )
+    return original
+
+
+def _check_replay(replay: ExperimentConfig, original: ExperimentConfig, source: str) -> None:
+    """Refuse what would need other episodes than `original` sampled."""
+    mine, theirs, name = replay.ppo, original.ppo, replay.replays
+    faults = []
+    if mine.batch_size != theirs.batch_size:
+        faults.append(
+            f"ppo.batch_size: {mine.batch_size}, but an iteration of `{name}` has {theirs.batch_size} episodes; mini_batch_size may differ"
+        )
+    if mine.critic_warmup_steps > theirs.critic_warmup_steps:
+        faults.append(
+            f"ppo.critic_warmup_steps: {mine.critic_warmup_steps}, but `{name}` sampled for {theirs.critic_warmup_steps}"
+        )
+    if mine.truncation == "bootstrap" != theirs.truncation:
+        faults.append(
+            f"ppo.truncation: `bootstrap` needs the observation after the last reply, which `{name}` did not keep"
+        )
+    if faults:
+        raise ConfigError(f"{source}:\n" + "\n".join(f"  {fault}" for fault in faults))
 
 
 def _check_combination(config: ExperimentConfig, source: str) -> None:

@@ -50,6 +50,8 @@ class Plan:
         self.experiment = experiment
         self.layout = Layout(near(experiment.results), experiment.name)
         self.variants = {name: variant_config(experiment, name) for name in experiment.variants}
+        self.replays = {name: config.replays for name, config in self.variants.items() if config.replays}
+        self.sampled = [name for name in self.variants if name not in self.replays]
         self.chains = [(variant, seed) for variant in self.variants for seed in experiment.seeds]
         self.last = experiment.iterations
 
@@ -84,9 +86,22 @@ class Plan:
         return self._stages[stage, variant][1]
 
     def chain_file(self, variant: str, seed: int) -> str:
-        """Settings of `variant_config`: an experiment config of its own, which reproduces this one chain."""
-        values = {**chain_config(self.variants[variant]), "seeds": [seed], "variants": {variant: {}}}
+        """Settings of `variant_config`: an experiment config of its own, which reproduces this one chain.
+
+        That of a replay has the variant that it replays too.
+        """
+        sampler = self.sampler(variant)
+        variants = (
+            {sampler: {}, variant: self.experiment.variants[variant]}
+            if variant in self.replays
+            else {variant: {}}
+        )
+        values = {**chain_config(self.variants[sampler]), "seeds": [seed], "variants": variants}
         return json.dumps({"config": values})  # keys in the order of the config models
+
+    def sampler(self, variant: str) -> str:
+        """The variant whose policy samples the rollouts of `variant`: its own, but for a replay."""
+        return self.replays.get(variant, variant)
 
     def resources(self, stage: str) -> StageResources:
         return resources_of(self.experiment, stage)
@@ -131,7 +146,7 @@ class Plan:
         return {
             (variant, seed): self._key(
                 "rollout",
-                variant,
+                self.sampler(variant),
                 base=self.base_keys[variant, seed],
                 dataset=self.dataset_keys.get(variant),
                 seed=seed,
@@ -197,7 +212,9 @@ class Plan:
             return partition(self.last, 1)
         stop = self.experiment.stop_at
         cut = self.experiment.evaluation.every if stop and stop.metric.startswith("eval/") else None
-        done = reached(self.layout.of_chain(*chain) for chain in self.chains)
+        done = reached(
+            self.layout.of_chain(variant, seed) for variant, seed in self.chains if variant in self.sampled
+        )
         return partition(self.last, size, ends=ends, reached=done, cut=cut)
 
     def record_jobs(self) -> None:
@@ -208,7 +225,7 @@ class Plan:
     def blocks(self) -> list[Block]:
         """The jobs of several iterations."""
         variants: dict[range, list[str]] = {}
-        for variant in self.variants:
+        for variant in self.sampled:
             variants.setdefault(self.shards(variant), []).append(variant)
         return [
             Block(iterations, shards, tuple(names))
@@ -244,7 +261,8 @@ class Plan:
         return shards(config.ppo.batch_size, config.rollout.shard_size)
 
     def rollouts(self, variant: str, seed: int, iteration: int) -> list[str]:
-        return [self.layout.rollout(variant, seed, iteration, shard) for shard in self.shards(variant)]
+        sampler = self.sampler(variant)
+        return [self.layout.rollout(sampler, seed, iteration, shard) for shard in self.shards(sampler)]
 
     def warmup_rollouts(self, variant: str, seed: int) -> list[str]:
         key = self.warmup_keys[variant, seed]

@@ -207,11 +207,8 @@ def closing_words(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def run_experiment(
-    config: Path, results: Path | None, cores: str, changes: Sequence[str], snakemake_args: Sequence[str]
-) -> int:
-    """Run an experiment to its end; returns the exit status."""
-    values, plan = configure(config, results, changes)
+def run_experiment(values: dict[str, Any], plan: Plan, cores: str, snakemake_args: Sequence[str] = ()) -> int:
+    """Run an experiment, its config's values and their plan, to its end; returns the exit status."""
     snakefile = find_snakefile()
     command = snakemake_command(snakefile, cores)
     check_home(plan.layout.results)

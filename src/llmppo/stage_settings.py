@@ -27,6 +27,7 @@ STAGES = (
 NOT_OF_A_CHAIN = (
     "results",
     "seeds",
+    "replays",
     "variants",
     "tracking",
     "report",
@@ -152,7 +153,8 @@ def stage_settings(config: ExperimentConfig, stage: str) -> dict[str, Any]:
             }
         case "update":
             stop = None if config.stop_at is None else _dump(config.stop_at)
-            return {"ppo": _dump(config.ppo), "stop_at": stop, **scoring, **model_machine}
+            replay = {"replays": config.replays} if config.replays else {}
+            return {"ppo": _dump(config.ppo), "stop_at": stop, **replay, **scoring, **model_machine}
         case "iterations":
             return {
                 "rollout": stage_settings(config, "rollout"),
@@ -175,9 +177,11 @@ def stage_settings(config: ExperimentConfig, stage: str) -> dict[str, Any]:
                 **model_machine,
             }
         case "track":
-            return {"tracking": _dump(config.tracking), "config": chain_config(config)}
+            replay = {"replays": config.replays} if config.replays else {}
+            return {"tracking": _dump(config.tracking), "config": {**chain_config(config), **replay}}
         case "report":
             return _dump(
-                config, exclude={"results", "tracking", "resources", "keep_every", "iterations_per_job"}
+                config,
+                exclude={"results", "replays", "tracking", "resources", "keep_every", "iterations_per_job"},
             )
     raise ConfigError(f"no stage `{stage}`")

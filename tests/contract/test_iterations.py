@@ -13,6 +13,7 @@ from llmppo.policies import resolve_policy
 from llmppo.stage_settings import stage_settings
 from llmppo.stages import base_model, critic_warmup, iterations, rollout, update
 from llmppo.stages.loading import load_base, share_base_weights
+from llmppo.trajectories.parquet import write_episodes
 
 TINY = Path(__file__).resolve().parents[2] / "config" / "test" / "tiny.yaml"
 
@@ -126,3 +127,22 @@ def test_models_share_the_weights_of_the_base_and_nothing_else(base: Path) -> No
     assert second.model.layers[0].mlp.down_proj is not None
     assert not hasattr(second.config, "name")
     assert load_base(base).lm_head.weight.data_ptr() != first.lm_head.weight.data_ptr()
+
+
+def test_a_replay_ends_where_its_original_was_stopped(start: Path, base: Path, tmp_path: Path) -> None:
+    """A stopped chain's rollouts are files without rows."""
+    chain = ChainLayout(str(shutil.copytree(start, tmp_path / "chain")))
+    write_episodes(tmp_path / "shard-0.parquet", [], {"stage": "rollout"})
+    told = update.run(
+        {**settings("update"), "replays": "main"},
+        base=base,
+        policy=Path(chain.policy(0)),
+        seed=0,
+        iteration=1,
+        out=Path(chain.policy(1)),
+        advantages=Path(chain.advantages(1)),
+        metrics=Path(chain.metrics(1)),
+        rollouts=[tmp_path / "shard-0.parquet"],
+    )
+    assert told == "iteration 1: the chain stopped at policy 0"
+    assert resolve_policy(Path(chain.policy(1))) == Path(chain.policy(0))

@@ -109,6 +109,30 @@ def test_a_new_variant_shares_base_model_and_warmup(finished: Bench) -> None:
     assert "critic_warmup variant=narrow, seed=0" in planned
 
 
+REPLAY = {"main": {}, "again": {"replays": "main", "ppo": {"clip_coef": 0.1}}}
+
+
+def test_a_replay_samples_nothing_for_training(finished: Bench) -> None:
+    finished.write_config(variants=REPLAY)
+    planned = finished.planned()
+    mine = {job for job in planned if "variant=again" in job}
+    assert planned - mine == {"report"}
+    assert {job.split()[0] for job in mine} == {
+        "critic_warmup", "replay", "evaluate", "export", "track", "variant_config",
+    }  # fmt: skip
+    updates = {job for job in mine if job.startswith("replay")}
+    assert len(updates) == 2 * 3  # seeds x iterations
+
+
+def test_a_replay_runs_beside_jobs_of_several_iterations(bench: Bench) -> None:
+    bench.write_config(variants=REPLAY, seeds=[0], iterations_per_job=2)
+    bench.run()
+    again = bench.results / "tiny" / "again" / "seed-0"
+    assert (again / "policy" / "0003" / "manifest.json").is_file()
+    assert not list(again.glob("iterations/*/rollouts"))
+    assert bench.planned() == set()
+
+
 def test_another_tracker_reruns_only_tracking(finished: Bench) -> None:
     finished.write_config(tracking={"uri": "sqlite:///elsewhere.db"})
     planned = finished.planned()

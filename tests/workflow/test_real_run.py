@@ -20,6 +20,7 @@ import yaml
 from workflow_runs import REPOSITORY
 
 from llmppo.ownership import hold
+from llmppo.reporting.show import rollouts
 from llmppo.verify import check
 
 pytestmark = [pytest.mark.workflow, pytest.mark.slow]
@@ -229,6 +230,99 @@ def test_killed_in_the_middle_and_resumed_cold_on_one_core_it_ends_with_the_same
     assert resumed.returncode == 0, output
     assert "iteration 1/3" not in output  # what was finished stays
     assert result_hashes(tmp_path / "results") == result_hashes(undisturbed)
+
+
+FASTER = ("--set", "ppo.lr_actor=0.01", "--set", "ppo.lr_critic=0.01")
+FASTER_NAME = "lr_actor-0.01_lr_critic-0.01"
+
+
+@pytest.fixture(scope="module")
+def replayed(undisturbed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the run with two replays: one with nothing changed, one with larger learning rates."""
+    folder = tmp_path_factory.mktemp("replayed")
+    shutil.copytree(undisturbed, folder / "results", ignore=shutil.ignore_patterns(".home.json"))
+    shutil.copytree(undisturbed.parent / ".snakemake", folder / ".snakemake")
+    for options in (("--set", "ppo.gamma=1.0", "--name", "same"), FASTER):
+        ran = subprocess.run(
+            [
+                str(Path(sys.executable).with_name("llmppo")), "replay", "results/smoke", "--cores", "2", *options,
+            ],
+            cwd=folder, capture_output=True, text=True, check=False, timeout=600,
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+    (folder / "told.txt").write_text(ran.stdout)
+    return folder
+
+
+def update_metrics(results: Path, variant: str, iteration: int) -> dict[str, float]:
+    path = results / "smoke" / variant / "seed-0" / "iterations" / f"{iteration:04d}" / "metrics.json"
+    return json.loads(path.read_text())["metrics"]
+
+
+def test_a_replay_with_nothing_changed_is_the_original(undisturbed: Path, replayed: Path) -> None:
+    hashes = {
+        variant: {
+            name.removeprefix(f"smoke/{variant}/"): value
+            for name, value in result_hashes(results).items()
+            if name.startswith(f"smoke/{variant}/seed-0/policy/")
+        }
+        for variant, results in (("main", undisturbed), ("same", replayed / "results"))
+    }
+    weights = {name for name in hashes["main"] if name.endswith(".safetensors")}
+    assert len(weights) > 10
+    assert {name: hashes["same"].get(name) for name in weights} == {
+        name: hashes["main"][name] for name in weights
+    }
+    for iteration in (1, 2, 3):
+        metrics = update_metrics(replayed / "results", "same", iteration)
+        assert metrics["replay/kl"] < 1e-6
+        assert metrics["replay/ess_episodes"] > 0.9999
+
+
+def test_a_replay_learns_from_stored_rollouts_and_says_how_far_off_they_are(replayed: Path) -> None:
+    results, name = replayed / "results", FASTER_NAME
+    assert not list((results / "smoke" / name).glob("seed-0/iterations/*/rollouts"))
+    first, last = (update_metrics(results, name, iteration) for iteration in (1, 3))
+    assert first["replay/kl"] < 1e-6  # policy 0 is the original's
+    assert last["replay/kl"] > 1e-3
+    assert last["replay/ess_episodes"] < last["replay/ess_tokens"] < 1
+    assert last["rollout/reward_mean"] == update_metrics(results, "main", 3)["rollout/reward_mean"]
+    assert last["critic/loss"] != update_metrics(results, "main", 3)["critic/loss"]
+    told = (replayed / "told.txt").read_text()
+    assert f"{name}: evaluated success" in told
+    assert f"KL {last['replay/kl']:.4f} nats a token" in told
+    page = (results / "smoke" / "report" / "report.html").read_text()
+    assert f"{name} is a replay: it learned from the stored rollouts of main" in page
+    assert "KL of the stored rollouts" in page
+    assert f"{name},main,final success" in (results / "smoke" / "report" / "comparison.csv").read_text()
+
+
+def test_show_has_the_originals_episodes_with_the_replays_advantages(replayed: Path) -> None:
+    chains = [replayed / "results" / "smoke" / name / "seed-0" for name in ("main", FASTER_NAME)]
+    theirs, mine = (rollouts(chain, 3) for chain in chains)
+    assert [entry.episode.spec for entry in mine] == [entry.episode.spec for entry in theirs]
+    assert any(
+        (a.worth.values != b.worth.values).any()
+        for a, b in zip(mine, theirs, strict=True)
+        if a.worth and b.worth
+    )
+
+
+def test_a_changed_original_is_not_replayed(replayed: Path) -> None:
+    """Its rollouts would be sampled again."""
+    (config,) = sorted((replayed / "results/smoke/logs").glob("snakemake-*.yaml"))[-1:]
+    kept = config.read_text()
+    config.write_text(yaml.safe_dump({**yaml.safe_load(kept), "iterations": 4}, sort_keys=False))
+    told = subprocess.run(
+        [str(Path(sys.executable).with_name("llmppo")), "replay", "results/smoke", "--set", "ppo.gamma=0.5"],
+        cwd=replayed, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    config.write_text(kept)
+    assert told.returncode == 1
+    assert (
+        "is not finished, or what made it changed: 2 sampling jobs would run (rollout: never ran"
+        in told.stderr
+    )
 
 
 def test_several_iterations_in_a_job_give_the_same_bytes(undisturbed: Path, tmp_path: Path) -> None:

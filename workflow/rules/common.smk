@@ -71,8 +71,13 @@ os.environ[WORKER] = (
 os.environ[SERVER_LOG] = LAYOUT.server_log
 
 
+def any_of(variants):
+    """Constraint of the wildcard `variant` in a rule that serves only these."""
+    return "|".join(map(re.escape, variants)) or "(?!)"
+
+
 wildcard_constraints:
-    variant="|".join(map(re.escape, PLAN.variants)),
+    variant=any_of(PLAN.variants),
     seed=r"\d+",
     iteration=r"\d\d\d\d+",
     step=r"\d+",

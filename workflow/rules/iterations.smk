@@ -25,7 +25,7 @@ for BLOCK in PLAN.blocks:
         benchmark:
             LAYOUT.benchmark("iterations", "{variant}", "{seed}", BLOCK.span)
         wildcard_constraints:
-            variant="|".join(map(re.escape, BLOCK.variants)),
+            variant=any_of(BLOCK.variants),
         priority: max(PLAN.last - BLOCK.first, 0)
         conda:
             "../envs/llmppo.yaml"

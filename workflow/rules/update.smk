@@ -1,4 +1,4 @@
-# One PPO update: policy i-1 and the episodes it sampled give policy i.
+# One PPO update: policy i-1 and the episodes it sampled give policy i. A replay takes those of another variant.
 
 
 rule update:
@@ -17,6 +17,7 @@ rule update:
         LAYOUT.benchmark("update", "{variant}", "{seed}", "{iteration}")
     # Policy 0 comes from the critic warm-up.
     wildcard_constraints:
+        variant=any_of(PLAN.sampled),
         iteration=PLAN.single,
     priority: keep_pace
     conda:
@@ -38,3 +39,9 @@ rule update:
         " --policy {input.policy:q} {params.evaluation} {resources.prune} --seed {wildcards.seed}"
         " --iteration {wildcards.iteration} --out {output.policy:q} --advantages {output.advantages:q}"
         " --metrics {output.metrics:q} --log {log:q} {input.rollouts:q}"
+
+
+use rule update as replay with:
+    wildcard_constraints:
+        variant=any_of(PLAN.replays),
+        iteration=r"(?!0000)\d\d\d\d+",

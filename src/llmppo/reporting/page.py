@@ -111,6 +111,31 @@ def warmups(variants: Sequence[VariantSummary]) -> list[tuple[str, float, float]
     return found
 
 
+@dataclass(frozen=True)
+class Replay:
+    """A variant that learned from stored rollouts: how far off-policy the last iteration was, means over seeds."""
+
+    variant: str
+    original: str
+    kl: float | None
+    episodes: float | None  # effective share
+
+
+def replays(config: ExperimentConfig, variants: Sequence[VariantSummary]) -> list[Replay]:
+    """The replays among the variants."""
+    found = []
+    for variant in variants:
+        original = config.variants[variant.name].get("replays")
+        if original is not None:
+            last = [chain.updates[-1].metrics for chain in variant.chains if chain.updates]
+            means = [
+                fmean(values) if (values := [row[name] for row in last if name in row]) else None
+                for name in ("replay/kl", "replay/ess_episodes")
+            ]
+            found.append(Replay(variant.name, original, *means))
+    return found
+
+
 def reward_parts(variants: Sequence[VariantSummary]) -> list[tuple[str, str, float, float]]:
     """(variant, reward of a rubric, mean before training, mean after it), means over seeds."""
     prefix, found = "eval/rewards/", []
@@ -215,6 +240,7 @@ def build_page(
         config=config,
         variants=variants,
         comparisons=comparisons,
+        replays=replays(config, variants),
         several=several,
         chains=chains,
         baselines=baselines,

@@ -146,6 +146,32 @@ GROUPS: dict[str, tuple[Panel, ...]] = {
             bounds=SHARE,
         ),
     ),
+    "Off-policy": (
+        Panel(
+            "replay_kl",
+            "replay/kl",
+            "KL of the stored rollouts",
+            "nats a token",
+            "From the policy that sampled them to the replayed one, before it learned from them.",
+            bounds=SHARE,
+        ),
+        Panel(
+            "replay_episodes",
+            "replay/ess_episodes",
+            "Effective episodes",
+            "share of episodes",
+            "Effective sample size of the episodes, by their importance ratios. Near 0 they say little about the replayed policy.",
+            bounds=(0.0, 1.0),
+        ),
+        Panel(
+            "replay_tokens",
+            "replay/ess_tokens",
+            "Effective tokens",
+            "share of tokens",
+            "The same of single tokens, whose ratios the update corrects by.",
+            bounds=(0.0, 1.0),
+        ),
+    ),
 }
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from llmppo.files import read_json
 
 
@@ -122,6 +124,14 @@ def load_chain(folder: Path, variant: str, seed: int) -> Chain:
         warmup_steps=tuple(step for step in steps if step),
         stopped_at=_stopped_at(folder / "policy"),
     )
+
+
+def sampling_chain(folder: Path) -> Path:
+    """The chain that sampled the rollouts of chain `folder`: its own folder, but for a replay."""
+    config = folder / "config.yaml"
+    values = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    original = values.get("variants", {}).get(folder.parent.name, {}).get("replays")
+    return folder.parents[1] / original / folder.name if original else folder
 
 
 def load_chains(results: Path, variants: Iterable[str], seeds: Iterable[int]) -> list[Chain]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from llmppo.errors import ArtefactError, ConfigError
+from llmppo.reporting.results import sampling_chain
 from llmppo.reporting.transcripts import place, printable
 from llmppo.trajectories.episode import Episode
 
@@ -73,12 +74,12 @@ def chain_folder(results: Path, variant: str | None, seed: int | None) -> Path:
 
 
 def rollouts(chain: Path, iteration: int | None) -> list[Shown]:
-    """Episodes that iteration `iteration` (the latest one without it) learned from."""
+    """Episodes that iteration `iteration` (the latest one without it) learned from; a replay's are those of its original."""
     from llmppo.trajectories.parquet import read_episodes
 
-    folder = _iteration(chain / "iterations", iteration, "rollouts/*.parquet")
+    folder = _iteration(sampling_chain(chain) / "iterations", iteration, "rollouts/*.parquet")
     episodes = read_episodes(sorted((folder / "rollouts").glob("*.parquet")))
-    worth = _worth(folder / "advantages.parquet", episodes)
+    worth = _worth(chain / "iterations" / folder.name / "advantages.parquet", episodes)
     return [
         Shown(episode, worth.get(episode.spec.episode_id), f"iteration {int(folder.name)}")
         for episode in episodes

@@ -2,11 +2,13 @@
 
 Reads policy i-1 with its optimizer state and the Parquet shards; writes policy i, the per-token
 `advantages.parquet` beside the rollouts, and `metrics.json`. A chain whose `stop_at` was reached passes
-its last policy on as a pointer.
+its last policy on as a pointer. A replay learns from episodes that another policy sampled, and says how far
+that one is from its own.
 """
 
 import resource
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +39,7 @@ def run(
     evaluation: Path | None = None,
     prune: Prunable | None = None,
 ) -> str | None:
-    """Learn from `rollouts` (sampled with `policy`) and write the next policy to `out`.
+    """Learn from `rollouts` (sampled with `policy`, unless this is a replay) and write the next policy to `out`.
 
     At the end `prune` says what goes of the policy before `policy`.
     """
@@ -54,6 +56,9 @@ def run(
     torch.set_num_threads(settings["threads"])
     started = time.perf_counter()
     episodes = read_episodes(list(rollouts))
+    replay = "replays" in settings
+    if replay and not episodes:  # the chain that sampled them ended before this iteration
+        return _pass_on(policy, out, advantages, metrics, iteration)
     require_split(episodes, "train", seed, iteration, list(rollouts))
     if not (policy / OPTIMIZER_FILE).is_file():
         raise ArtefactError(
@@ -67,12 +72,16 @@ def run(
         raise ArtefactError(
             f"{policy} has taken {agent.learn_steps} learn steps, iteration {iteration} starts after {expected}; delete it and run the same command"
         )
-    report = agent.learn(batch_from_episodes(episodes, settings["max_turns"]))
+    with warnings.catch_warnings():
+        if replay:  # another policy's log-probs are meant to differ
+            warnings.filterwarnings("ignore", message="learn step .* the engine's log-probs differ")
+        report = agent.learn(batch_from_episodes(episodes, settings["max_turns"]))
     seconds = time.perf_counter() - started
     tokens = sum(episode.num_action_tokens for episode in episodes)
     values = {
         **rollout_metrics(episodes),
         **{name: value for name, value in report.items() if name not in ALIASES},
+        **(_off_policy(agent.last_outcome) if replay else {}),
         "time/update_s": seconds,
         "perf/tokens_per_s": tokens / seconds,
         "perf/peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
@@ -90,10 +99,25 @@ def run(
     if prune is not None and iteration >= 2:
         prune_policy(policy.parent / f"{iteration - 2:04d}", prune)
     kl = values.get("actor/approx_kl")
+    off = ""
+    if "replay/kl" in values:
+        off = f"off-policy KL {values['replay/kl']:.4f}, effective episodes {values['replay/ess_episodes']:.0%}, "
     return (
         f"iteration {iteration} (seed {seed}): reward {values['rollout/reward_mean']:.3f}, success {values['rollout/success_rate']:.2f}, "
-        f"approx. KL {'-' if kl is None else f'{kl:.4f}'}, {seconds:.1f} s"
+        f"approx. KL {'-' if kl is None else f'{kl:.4f}'}, {off}{seconds:.1f} s"
     )
+
+
+def _off_policy(outcome: "Outcome | None") -> dict[str, float]:
+    """How far the replayed policy was from the one that sampled the episodes, before it learned from them."""
+    from llmppo.ppo.off_policy import off_policy
+
+    assert outcome is not None
+    sampling, old = outcome.batch.sampling_logprobs, outcome.columns.old_logprobs
+    assert sampling is not None and old is not None
+    return {
+        f"replay/{name}": value for name, value in off_policy(old.cpu(), sampling, outcome.batch.mask).items()
+    }
 
 
 def _reached(settings: Mapping[str, Any], policy: Path, evaluation: Path | None) -> bool:

@@ -193,6 +193,8 @@ class Mirror:
             "ppo.key": self.key,
             "ppo.iterations": str(self.chain.last_iteration),
         }
+        if self.config.get("replays"):
+            facts["replays"] = str(self.config["replays"])
         if self.chain.stopped_at is not None:
             facts["ppo.stopped_at"] = str(self.chain.stopped_at)
         if self.config.get("description"):
