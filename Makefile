@@ -20,13 +20,14 @@ export OMP_NUM_THREADS = 1
 export OMP_WAIT_POLICY = PASSIVE
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help install tasks memory vllm run ui test lint format lock clean
+.PHONY: help install tasks memory vllm run ui test chaos chaos-sample lint format lock clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run      train the default experiment, or go on with it (ARGS='--set iterations=100' passes options)"
 	@echo "make ui       MLflow UI on the results"
 	@echo "make test     all checks and tests"
+	@echo "make chaos    hurt small real runs in some 350 ways, in half an hour (make chaos-sample: some of each kind)"
 	@echo "make lint     ruff, mypy, snakemake --lint, snakefmt"
 	@echo "make format   let ruff and snakefmt format everything"
 	@echo "make lock     write requirements.lock from what is installed, without vLLM"
@@ -84,6 +85,12 @@ ui: $(STAMP)
 
 test: lint tasks memory
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+chaos: $(STAMP)
+	$(BIN)/python tests/chaos/chaos.py $(ARGS)
+
+chaos-sample: $(STAMP)
+	$(BIN)/python tests/chaos/chaos.py --sample $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from llmppo import __version__
-from llmppo.errors import LlmppoError
+from llmppo.errors import LlmppoError, machine_fault
 from llmppo.stage_command import FILE, FOLDER, NO_SETTINGS, option, stage_command
 from llmppo.worker.client import OFF, WORKER
 
@@ -24,6 +24,11 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except LlmppoError as error:
             click.echo(f"llmppo {ctx.invoked_subcommand}: error: {error}", err=True)
+            ctx.exit(1)
+        except OSError as error:
+            if (fault := machine_fault(error)) is None:
+                raise
+            click.echo(f"llmppo {ctx.invoked_subcommand}: error: {fault}", err=True)
             ctx.exit(1)
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -1,5 +1,9 @@
 """Exception types, one a kind of fault; each message names the file, key or episode and the way out."""
 
+import errno
+import os
+import re
+
 # What code of a user may raise without ending the run: `sys.exit` too, which libraries call.
 RAISED_BY_USERS = (Exception, SystemExit)
 
@@ -42,3 +46,31 @@ class EngineError(LlmppoError):
 
 class TemplateError(LlmppoError):
     """A chat template can't frame a turn without changing the tokens before it."""
+
+
+NO_ROOM = "make room there"
+NOT_OURS = "make it writable, or choose another folder with --results"
+# What no code can help, and what a user can do about it.
+MACHINE_FAULTS = {
+    errno.ENOSPC: NO_ROOM,
+    errno.EDQUOT: NO_ROOM,
+    errno.EROFS: NOT_OURS,
+    errno.EACCES: NOT_OURS,
+    errno.EPERM: NOT_OURS,
+    errno.EIO: "its disk fails",
+}
+
+
+def machine_fault(error: BaseException, place: object = None) -> str | None:
+    """A full or read-only disk in words, from whatever library met it; None for any other error.
+
+    `place` is what was being written, for errors that name no file.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and (match := re.search(r"(?:\bos error |\[Errno )(\d+)", str(error))):
+        number = int(match[1])
+    if number not in MACHINE_FAULTS:
+        return None
+    file = (error.filename if isinstance(error, OSError) else None) or place
+    where = "" if file is None else f"{file}: "
+    return f"{where}{os.strerror(number)}; {MACHINE_FAULTS[number]}. What is finished stays, and the same command goes on"

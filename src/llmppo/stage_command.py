@@ -9,13 +9,14 @@ import os
 import resource
 import sys
 import traceback
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
 import click
 
-from llmppo.errors import ConfigError, LlmppoError
+from llmppo.errors import ConfigError, LlmppoError, machine_fault
 from llmppo.files import MANIFEST, write_json
 from llmppo.process import die_with_workflow, redirect_output, thread_environment
 from llmppo.worker.client import delegate, offered
@@ -73,10 +74,11 @@ def read_settings(text: str, stage: str, variant: str | None) -> dict[str, Any]:
 
 
 def _say(text: str, terminal: TextIO | None) -> None:
-    """To stderr, and to the terminal where stderr is a log."""
-    print(text, file=sys.stderr, flush=True)
-    if terminal is not None:
-        print(text, file=terminal, flush=True)
+    """To stderr, and to the terminal where stderr is a log, which may be on a full disk."""
+    for stream in (sys.stderr, terminal):
+        if stream is not None:
+            with suppress(OSError):
+                print(text, file=stream, flush=True)
 
 
 def run_stage(
@@ -88,9 +90,10 @@ def run_stage(
         status = delegate(workflow, options.get("base"), sys.argv[1:])
         if status is not None:
             return status
-    terminal = redirect_output(log) if log else None
+    terminal: TextIO | None = None
     name = f"llmppo {stage.replace('_', '-')}"
     try:
+        terminal = redirect_output(log) if log else None
         values = read_settings(settings, stage, variant)
         os.environ.update(thread_environment(int(values.get("threads", 1))))
         summary = import_module(f"llmppo.stages.{stage}").run(values, **options)
@@ -101,6 +104,9 @@ def run_stage(
         _say(f"{name}: interrupted", terminal)
         return 130
     except Exception as error:
+        if fault := machine_fault(error, options.get("out") or options.get("chain")):
+            _say(f"{name}: error: {fault}", terminal)
+            return 1
         if terminal is None:
             raise
         traceback.print_exc()
@@ -110,7 +116,8 @@ def run_stage(
     if summary:
         _say(summary, terminal)
     if log is not None:
-        _write_usage(log.with_suffix(".json"))
+        with suppress(OSError):  # on a full disk the report does without
+            _write_usage(log.with_suffix(".json"))
     return 0
 
 

@@ -3,7 +3,6 @@
 The undisturbed run forks its stages from a worker; the resumed one starts them cold.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -13,10 +12,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
+from real_results import result_hashes, without_times
 from workflow_runs import REPOSITORY
 
 from llmppo.ownership import hold
@@ -25,9 +24,6 @@ from llmppo.verify import check
 
 pytestmark = [pytest.mark.workflow, pytest.mark.slow]
 
-# Pages, cards and the tracker show times; the rest may not depend on when or where a stage ran.
-TIMED_FOLDERS = ("logs", "benchmarks", "report", "mlartifacts")
-TIMED_FILES = ("mlflow.db", "tracking.json", ".run.lock", ".home.json", "README.md")
 SMOKE = REPOSITORY / "config" / "test" / "smoke.yaml"  # three iterations
 
 
@@ -39,32 +35,6 @@ def llmppo_run(folder: Path, cores: int, *options: str) -> subprocess.Popen[str]
         ],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-
-
-def without_times(path: Path) -> Any:
-    """A metrics file less its clock readings and what the machine gave."""
-    content = json.loads(path.read_text())
-    content.pop("finished_at")
-    for metrics in (content.get("metrics", {}), *content.get("steps", [])):
-        for name in [name for name in metrics if name.startswith(("time/", "perf/"))]:
-            del metrics[name]
-    return content
-
-
-def result_hashes(results: Path) -> dict[str, str]:
-    hashes = {}
-    for path in sorted(results.rglob("*")):
-        name = path.relative_to(results)
-        if not path.is_file() or path.name in TIMED_FILES or set(name.parts) & set(TIMED_FOLDERS):
-            continue
-        if path.name == "metrics.json":
-            content = json.dumps(without_times(path), sort_keys=True).encode()
-        elif name.parts[-2:] == ("export", "manifest.json"):  # lists the card's hash
-            content = json.dumps(sorted(json.loads(path.read_text())["files"])).encode()
-        else:
-            content = path.read_bytes()
-        hashes[str(name)] = hashlib.sha256(content).hexdigest()
-    return hashes
 
 
 @pytest.fixture(scope="module")
