@@ -40,11 +40,13 @@ def test_sampling_runs_layers_as_they_are() -> None:
     assert not agent.model.layers._compiled
 
 
-def test_what_cannot_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_compile_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no mode 'fast'; torch knows .*max-autotune"):
         tiny_agent(torch_compiler="fast")
     from torch._inductor import config
 
-    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
-    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler"):
+    with (
+        config.patch({"cpp.cxx": ("no-such-compiler",)}),
+        pytest.raises(ConfigError, match=r"needs a C\+\+ compiler"),
+    ):
         tiny_agent(torch_compiler=MODE)

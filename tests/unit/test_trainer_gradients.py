@@ -8,6 +8,7 @@ import torch
 
 from llmppo.config import LoraSection
 from llmppo.testing.batches import StepRecorder, made_up_batch, tiny_agent
+from llmppo.trainer.batch import build_batch
 from llmppo.trainer.update import Update
 
 LEVELS = [("token", "token"), ("turn", "turn"), ("turn", "trajectory"), ("turn", "token"), ("token", "turn")]
@@ -121,6 +122,66 @@ def test_frozen_prefix_gives_the_gradients_of_full_passes():
     close(found[0][0].actor[0], found[1][0].actor[0])
     close(found[0][0].critic[0], found[1][0].critic[0])
     assert (found[0][1] - found[1][1]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"critic": "head"},
+        {"update_epochs": 2, "fuse_actor_critic_pass": True},
+        {"layers": 3, "lora": LoraSection(r=4, lora_alpha=8, top_layers=1)},
+        {"truncation": "bootstrap"},
+        {"family": "llama"},
+        {"family": "cohere"},
+    ],
+)
+def test_a_shared_prefix_gives_the_gradients_of_whole_rows(settings):
+    batch = made_up_batch(common=12, truncated=[number % 2 == 0 for number in range(7)])
+    found = []
+    for share in (True, False):
+        agent = tiny_agent(**(STILL | {"beta": 0.1, "micro_batch_size_per_gpu": 3} | settings))
+        assert agent.model.shares_prefixes
+        agent.model.prefixes = share
+        recorder = StepRecorder(agent)
+        metrics = agent.learn(batch)
+        assert (metrics["perf/shared_frac"] > 0.2) == share
+        found.append((recorder, agent.last_outcome.columns))
+    (shared, columns), (whole, expected) = found
+    close(shared.actor[0], whole.actor[0])
+    close(shared.critic[0], whole.critic[0])
+    for name in ("old_logprobs", "ref_logprobs", "values", "advantages"):
+        assert (getattr(columns, name) - getattr(expected, name)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings"),
+    [
+        ((list(range(1, 9)), list(range(1, 9))), {"gradient_checkpointing": True}),
+        ((list(range(1, 9)), list(range(1, 9))), {"use_sequence_packing": True}),
+        ((list(range(1, 9)), list(range(1, 9))), {"family": "gemma2"}),  # its windows drop what lies before
+        (([1, 2, 3, 4, 5, 6, 7, 8], [2, 2, 3, 4, 5, 6, 7, 8]), {}),
+    ],
+)
+def test_a_prefix_is_shared_only_where_it_can_be(prompts, settings):
+    batch = build_batch(
+        ["a", "b"],
+        [torch.tensor([*prompt, 9 + number]) for number, prompt in enumerate(prompts)],
+        [torch.tensor([-1] * 8 + [0])] * 2,
+        [[1.0], [0.0]],
+        [False, False],
+    )
+    assert tiny_agent(**(STILL | settings)).learn(batch)["perf/shared_frac"] == 0
+
+
+def test_a_prefix_ends_before_the_first_state_that_is_read():
+    """Equal prompts, and equal first tokens of the replies: the state that predicts the first of them is read in every row."""
+    ids = [torch.tensor([1, 2, 3, 4, 5, 6, *reply]) for reply in ((7, 7, 8), (7, 7, 9), (7, 7, 8, 9))]
+    turns = [torch.tensor([-1] * 6 + [0] * (len(row) - 6)) for row in ids]
+    batch = build_batch(["a", "b", "c"], ids, turns, [[1.0], [0.0], [0.5]], [False] * 3)
+    agent = tiny_agent(beta=0.0)
+    metrics = agent.learn(batch)
+    assert metrics["perf/shared_frac"] == pytest.approx(5 * 2 / (3 * 10))
 
 
 # -- uneven rests ---------------------------------------------------------------------------------

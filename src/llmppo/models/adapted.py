@@ -7,19 +7,21 @@ once, and later passes start from its output.
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from llmppo.config import LoraSection
 from llmppo.errors import ConfigError
 from llmppo.models.head import OutputHead
 from llmppo.models.layers import LayerRunner
 from llmppo.models.packing import BY_ROW, row_positions
+from llmppo.models.prefix import can_share, for_rows
 from llmppo.models.quantized import prepare_quantized
 from llmppo.models.routing import AdapterRouter, Route
 from llmppo.seeding import derive_seed
@@ -151,6 +153,7 @@ class AdaptedModel:
         self.layers = LayerRunner(self.decoder)
         self.explicit_positions = True
         self.first_adapted = self._first_adapted_layer()
+        self.prefixes = can_share(base.config)
         self._check_forward()
 
     @property
@@ -209,28 +212,46 @@ class AdaptedModel:
         route: Route,
         lower: Tensor | None = None,
         packed: Sequence[int] | None = None,
+        shared: int = 0,
     ) -> Tensor:
         """Final hidden states [B, T, H] of right-padded rows, each through its adapter of `route`.
 
         The route must be set by the caller too (`router.using`) while a backward pass is to follow.
         `lower` [B, T, H] is the stored output of `lower` for the same rows. `packed` says that `token_ids` [1, T] are
-        rows of these lengths, one after the other (see `packing`).
+        rows of these lengths, one after the other (see `packing`). All rows begin with the same `shared` tokens: those
+        run once for each group of the route, and only the states after them come back, [B, T - shared, H].
         """
-        with self.router.using(route), self.layers.update_pass():
-            if lower is None:
-                return self._decode(packed, input_ids=token_ids)
-            with self._only_layers("upper"):
-                return self._decode(packed, inputs_embeds=lower)
+        name, inputs = ("input_ids", token_ids) if lower is None else ("inputs_embeds", lower)
+        with self.layers.update_pass(), nullcontext() if lower is None else self._only_layers("upper"):
+            if not shared:
+                with self.router.using(route):
+                    return self._decode(packed, **{name: inputs})
+            rows = len(inputs) // len(route)
+            cache = DynamicCache(config=self.base.config)
+            with self.router.using([(adapter, 1) for adapter, _ in route]):
+                self._decode(None, cache, **{name: inputs[::rows, :shared]})
+            with self.router.using(route):
+                return self._decode(None, for_rows(cache, rows), **{name: inputs[:, shared:]})
 
-    def _decode(self, packed: Sequence[int] | None, **inputs: Any) -> Tensor:
+    def _decode(
+        self, packed: Sequence[int] | None, cache: DynamicCache | None = None, **inputs: Any
+    ) -> Tensor:
         if packed is not None:
             inputs["position_ids"] = row_positions(packed, self.device)
             if self.base.config._attn_implementation == BY_ROW:
                 inputs["row_lengths"] = packed
         elif self.explicit_positions:
             rows = next(iter(inputs.values()))
-            inputs["position_ids"] = torch.arange(rows.shape[1], device=rows.device)[None, :]
-        return self.decoder(**inputs, use_cache=False).last_hidden_state
+            start = 0 if cache is None else cache.get_seq_length()
+            inputs["position_ids"] = torch.arange(start, start + rows.shape[1], device=rows.device)[None, :]
+        if cache is not None:
+            inputs["past_key_values"] = cache
+        return self.decoder(**inputs, use_cache=cache is not None).last_hidden_state
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether `hidden` can run what rows share once. Recomputed layers would see the prefix twice."""
+        return self.prefixes and not self.layers.recompute and self.layers.compiler is None
 
     def values(self, hidden: Tensor) -> Tensor:
         """Values [...] in fp32 of final hidden states [..., H]; `critic="head"` passes no gradient to the trunk."""
@@ -310,6 +331,9 @@ class AdaptedModel:
                 raise ConfigError(
                     f"the output head of {type(self.base).__name__} does something to its logits that isn't known here"
                 )
+            if self.prefixes:
+                parted = self.head.logits(self.hidden(tokens, ((None, -1),), shared=2))
+                self.prefixes = self._close(parted, expected[:, 2:])
             if self.first_adapted:
                 split = self.head.logits(self.hidden(tokens, ((None, -1),), self.lower(tokens)))
                 if not self._close(split, expected):

@@ -69,16 +69,25 @@ def _routed_forward(layer: Any, router: AdapterRouter) -> Any:
         route = router.route
         if len(route) == 1:
             name = route[0][0]
-            return result if name is None else result + _delta(layer, name, x, result.dtype)
+            if name is None:
+                return result
+            delta = _delta(layer, name, x, result.dtype)
+            return result + delta if torch.is_grad_enabled() else result.add_(delta)
         axis = int(len(x) == 1)  # several groups in one row: it is packed
         counts = [count for _, count in route]
-        pieces = [
-            piece if name is None else piece + _delta(layer, name, rows, result.dtype)
-            for (name, _), piece, rows in zip(
-                route, result.split(counts, axis), x.split(counts, axis), strict=True
-            )
-        ]
-        return torch.cat(pieces, dim=axis)
+        groups = zip(route, result.split(counts, axis), x.split(counts, axis), strict=True)
+        if not torch.is_grad_enabled():  # nothing else holds the base layer's output
+            for (name, _), piece, rows in groups:
+                if name is not None:
+                    piece += _delta(layer, name, rows, result.dtype)
+            return result
+        return torch.cat(
+            [
+                piece if name is None else piece + _delta(layer, name, rows, result.dtype)
+                for (name, _), piece, rows in groups
+            ],
+            dim=axis,
+        )
 
     return forward
 

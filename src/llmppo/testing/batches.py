@@ -76,16 +76,21 @@ def made_up_batch(
     truncated: Sequence[bool] | None = None,
     rewards: Sequence[Sequence[float]] | None = None,
     sampling: bool = False,
+    common: int = 0,
 ) -> UpdateBatch:
-    """A batch of random tokens and rewards. `sampling` adds made-up engine log-probs, one of them missing."""
+    """A batch of random tokens and rewards, `common` of them before each prompt and the same for all episodes.
+
+    `sampling` adds made-up engine log-probs, one of them missing.
+    """
     generator = torch.Generator().manual_seed(derive_seed("batch", seed))
     ids, turn_ids, given, logprobs = [], [], [], []
+    start = torch.randint(0, vocab_size, (common,), generator=generator) if common else torch.zeros(0).long()
     for number, replies in enumerate(episodes):
         labels = [-1] * (prompt + number % 3)
         for turn, length in enumerate(replies):
             labels += [-1] * (observation if turn else 0) + [turn] * length
-        turn_ids.append(torch.tensor(labels))
-        ids.append(torch.randint(0, vocab_size, (len(labels),), generator=generator))
+        turn_ids.append(torch.tensor([-1] * common + labels))
+        ids.append(torch.cat([start, torch.randint(0, vocab_size, (len(labels),), generator=generator)]))
         drawn = torch.randn(max_turns, generator=generator).tolist()
         given.append([reward if turn < len(replies) else 0.0 for turn, reward in enumerate(drawn)])
         logprobs.append(-4 * torch.rand(sum(replies), generator=generator))

@@ -134,6 +134,7 @@ def _update_metrics(config: ExperimentConfig, curve: Curve, iteration: int) -> N
         "time/optimizer_s": 0.3,
         "perf/tokens_per_s": 3100 + noise(150),
         "perf/padding_frac": 0.03,
+        "perf/shared_frac": 0.4,
         "perf/peak_memory_mb": 640.0,
         "rollout/engine_kl": None,
     }

@@ -54,6 +54,7 @@ def learn_metrics(update: "Update") -> dict[str, float | None]:
         "critic/lr": sums.totals["critic/lr"],
         "critic/warmup": float(update.warmup),
         "perf/padding_frac": 1 - update.passes.tokens_real / max(update.passes.tokens_padded, 1),
+        "perf/shared_frac": update.passes.tokens_shared / max(update.passes.tokens_padded, 1),
         "perf/optimizer_steps": float(update.steps),
         **{f"time/{phase}_s": seconds for phase, seconds in update.clock.items()},
     }

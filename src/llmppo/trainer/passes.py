@@ -4,6 +4,7 @@ Rows are sorted by length before they are cut, so padding stays small. The froze
 first adapted one run once a batch (`prepare`); every later pass of any role starts from their output.
 `rows` are always episodes; an episode runs as one row for each of its segments, all in the same micro-batch.
 With `packing` the rows of a micro-batch are put one after the other into a single row, without padding.
+Where the rows of a micro-batch begin with the same tokens, a prompt for instance, those run once for each role.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,10 @@ from torch.nn.utils.rnn import pad_sequence
 from llmppo.models.adapted import ACTOR, AdaptedModel
 from llmppo.models.head import TokenScorer
 from llmppo.models.liger import LigerScorer
+from llmppo.models.prefix import common_prefix
 from llmppo.trainer.batch import UpdateBatch
+
+WORTH_SHARING = 0.1  # share of a pass's tokens that a common prefix must save; it takes a pass of its own
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Passes:
         self.lower: list[list[Tensor]] | None = None  # of each segment of each episode
         self.tokens_real = 0
         self.tokens_padded = 0
+        self.tokens_shared = 0
 
     def micro_batches(self, rows: Sequence[int]) -> list[list[int]]:
         """Cut rows, shortest first, under the row and padded-token bounds."""
@@ -136,17 +141,35 @@ class Passes:
             ids = torch.cat([ids] * len(roles), dim=axis)
             lower = None if lower is None else torch.cat([lower] * len(roles), dim=axis)
         packed = self._lengths(rows) * len(roles) if self.packing else None
-        hidden = self.model.hidden(ids, self.route(rows, roles), lower, packed)
+        row, position = (place[part.mask] for place in forward_places(part, part.positions, self.packing))
+        shared = self._shared(ids[:size], min(self._lengths(rows)), position)
+        self.tokens_shared += shared * (size - 1) * len(roles)
+        hidden = self.model.hidden(ids, self.route(rows, roles), lower, packed, shared)
+        places = row.to(hidden.device), (position - shared).to(hidden.device)
         return [
-            self._read(states, part, role, bootstrap)
+            self._read(states, part, role, places, shared, bootstrap)
             for states, role in zip(hidden.split(size, dim=axis), roles, strict=True)
         ]
 
-    def _read(self, hidden: Tensor, part: UpdateBatch, role: RolePass, bootstrap: bool) -> RoleOutput:
+    def _shared(self, ids: Tensor, shortest: int, read: Tensor) -> int:
+        """Tokens to run once for all rows `ids` [b, T]: none of which a state is `read`, and enough to be worth it."""
+        if self.packing or not self.model.shares_prefixes or len(ids) == 1:
+            return 0
+        shared = common_prefix(ids, min(shortest - 1, int(read.min())))
+        return shared if shared * (len(ids) - 1) > WORTH_SHARING * ids.numel() else 0
+
+    def _read(
+        self,
+        hidden: Tensor,
+        part: UpdateBatch,
+        role: RolePass,
+        places: tuple[Tensor, Tensor],
+        shared: int,
+        bootstrap: bool,
+    ) -> RoleOutput:
+        """What `role` needs of its hidden states [b, T - shared, H]; those of action tokens are at `places`."""
         mask = part.mask.to(hidden.device)
-        places = forward_places(part, part.positions, self.packing)
-        row, position = (place.to(hidden.device)[mask] for place in places)
-        states = hidden[row, position]  # [n, H]
+        states = hidden[places]  # [n, H]
         logprobs = entropies = values = after = None
         if role.score:
             supports = None if part.supports is None else part.supports.to(hidden.device)[mask]
@@ -160,7 +183,7 @@ class Passes:
                 last = forward_places(part, torch.tensor(part.lengths)[:, None] - 1, self.packing)
                 row, position = (place[:, 0].to(hidden.device) for place in last)
                 with torch.no_grad():
-                    after = self.model.values(hidden[row, position])
+                    after = self.model.values(hidden[row, position - shared])
         return RoleOutput(logprobs, entropies, values, after)
 
     @torch.no_grad()
