@@ -26,12 +26,14 @@ include: "workflow/rules/evaluate.smk"
 include: "workflow/rules/export.smk"
 include: "workflow/rules/report.smk"
 include: "workflow/rules/track.smk"
+include: "workflow/rules/notebooks.smk"
 
 
 localrules:
     all,
     variant_config,
     mlflow_init,
+    notebooks,
 
 
 rule all:

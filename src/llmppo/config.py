@@ -655,7 +655,7 @@ class ExperimentConfig(Section):
     @field_validator("variants")
     @classmethod
     def _no_folder_of_ours(cls, variants: dict[str, Any]) -> dict[str, Any]:
-        taken = sorted({"report", "logs", "benchmarks"} & variants.keys())
+        taken = sorted({"report", "logs", "benchmarks", "notebooks"} & variants.keys())
         if taken:
             raise ValueError(f"`{taken[0]}` is a folder of every experiment; give the variant another name")
         return variants

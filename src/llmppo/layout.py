@@ -85,6 +85,10 @@ class Layout:
         """The learning curve; the report's other figures lie beside it."""
         return f"{self.root}/report/figures/learning_curve.png"
 
+    def notebook(self, name: str) -> str:
+        """A notebook run on the experiment."""
+        return f"{self.root}/notebooks/{name}.ipynb"
+
     @property
     def worker_log(self) -> str:
         return f"{self.root}/logs/worker.log"

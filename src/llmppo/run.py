@@ -208,7 +208,10 @@ def closing_words(plan: Plan) -> str:
 
 
 def run_experiment(values: dict[str, Any], plan: Plan, cores: str, snakemake_args: Sequence[str] = ()) -> int:
-    """Run an experiment, its config's values and their plan, to its end; returns the exit status."""
+    """Run an experiment, its config's values and their plan, to its end; returns the exit status.
+
+    Among `snakemake_args` may be targets, so before them comes an option that takes no values.
+    """
     snakefile = find_snakefile()
     command = snakemake_command(snakefile, cores)
     check_home(plan.layout.results)
@@ -219,7 +222,7 @@ def run_experiment(values: dict[str, Any], plan: Plan, cores: str, snakemake_arg
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
             yaml.safe_dump(values, file, sort_keys=False)
             file.flush()
-            return subprocess.call([*command, "--nolock", "--configfile", file.name, *snakemake_args])
+            return subprocess.call([*command, "--configfile", file.name, "--nolock", *snakemake_args])
     with hold(Path(plan.layout.lock)) as lock:
         if lock is None:
             _say(f"llmppo run: {refusal(plan.experiment.results, plan.layout.lock)}")
@@ -231,7 +234,7 @@ def run_experiment(values: dict[str, Any], plan: Plan, cores: str, snakemake_arg
         _say(f"{plan.summary()}\nSnakemake's log: {log}")
         status, reader = follow(
             [
-                *command, "--nolock", "--configfile", str(copy), *profile_arguments(snakefile), *snakemake_args,
+                *command, "--configfile", str(copy), *profile_arguments(snakefile), "--nolock", *snakemake_args,
             ],
             plan, log, lock,
         )  # fmt: skip

@@ -16,38 +16,13 @@ from pathlib import Path
 import pytest
 import yaml
 from real_results import result_hashes, without_times
-from workflow_runs import REPOSITORY
+from workflow_runs import FASTER_NAME, SMOKE, llmppo_run
 
 from llmppo.ownership import hold
 from llmppo.reporting.show import rollouts
 from llmppo.verify import check
 
 pytestmark = [pytest.mark.workflow, pytest.mark.slow]
-
-SMOKE = REPOSITORY / "config" / "test" / "smoke.yaml"  # three iterations
-
-
-def llmppo_run(folder: Path, cores: int, *options: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [
-            str(Path(sys.executable).with_name("llmppo")), "run", "--config", "smoke.yaml",
-            "--cores", str(cores), *options,
-        ],
-        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run on two cores."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    shutil.copy(SMOKE, folder)
-    child = llmppo_run(folder, cores=2)
-    output, _ = child.communicate()
-    assert child.returncode == 0, output
-    assert "main seed 0: iteration 3/3, reward " in output
-    assert "update in process" in (folder / "results/smoke/logs/worker.log").read_text()
-    return folder / "results"
 
 
 def test_every_artefact_is_there(undisturbed: Path) -> None:
@@ -200,28 +175,6 @@ def test_killed_in_the_middle_and_resumed_cold_on_one_core_it_ends_with_the_same
     assert resumed.returncode == 0, output
     assert "iteration 1/3" not in output  # what was finished stays
     assert result_hashes(tmp_path / "results") == result_hashes(undisturbed)
-
-
-FASTER = ("--set", "ppo.lr_actor=0.01", "--set", "ppo.lr_critic=0.01")
-FASTER_NAME = "lr_actor-0.01_lr_critic-0.01"
-
-
-@pytest.fixture(scope="module")
-def replayed(undisturbed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the run with two replays: one with nothing changed, one with larger learning rates."""
-    folder = tmp_path_factory.mktemp("replayed")
-    shutil.copytree(undisturbed, folder / "results", ignore=shutil.ignore_patterns(".home.json"))
-    shutil.copytree(undisturbed.parent / ".snakemake", folder / ".snakemake")
-    for options in (("--set", "ppo.gamma=1.0", "--name", "same"), FASTER):
-        ran = subprocess.run(
-            [
-                str(Path(sys.executable).with_name("llmppo")), "replay", "results/smoke", "--cores", "2", *options,
-            ],
-            cwd=folder, capture_output=True, text=True, check=False, timeout=600,
-        )  # fmt: skip
-        assert ran.returncode == 0, ran.stdout + ran.stderr
-    (folder / "told.txt").write_text(ran.stdout)
-    return folder
 
 
 def update_metrics(results: Path, variant: str, iteration: int) -> dict[str, float]:

@@ -18,6 +18,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 RULE = re.compile(r"^(?:local)?(?:rule|checkpoint) (\w+):$")
 WILDCARDS = re.compile(r"^ +wildcards: (.*)$")
 
+SMOKE = REPOSITORY / "config" / "test" / "smoke.yaml"  # three iterations
+FASTER = ("--set", "ppo.lr_actor=0.01", "--set", "ppo.lr_critic=0.01")
+FASTER_NAME = "lr_actor-0.01_lr_critic-0.01"
+
 
 @dataclass
 class Bench:
@@ -109,3 +113,13 @@ def make_environment(folder: Path) -> Path:
     command.write_text(f'#!/bin/sh\nexec "{folder}/bin/python" "{fake}" "$@"\n')
     command.chmod(command.stat().st_mode | stat.S_IXUSR)
     return folder / "bin" / "python"
+
+
+def llmppo_run(folder: Path, cores: int, *options: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [
+            str(Path(sys.executable).with_name("llmppo")), "run", "--config", "smoke.yaml",
+            "--cores", str(cores), *options,
+        ],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
