@@ -17,8 +17,8 @@ from llmppo.config import PPOConfig
 from llmppo.models.adapted import AdaptedModel
 from llmppo.models.head import default_tile_rows
 
-# Share of a device's memory that tensors may take. On a CPU the process takes more than they: with recomputation
-# or without, glibc keeps holes between them that are more than half as large again (docs/performance.md).
+# Share of a device's memory that tensors may take. On a CPU the process takes more than they: glibc keeps holes between
+# them, and without recomputation memory for the next micro-batch (docs/performance.md).
 USABLE = {"cuda": 0.85, "cpu": 0.5}
 HEAD_TILES = 4  # fp32 tiles of logits that live together while one is differentiated
 
@@ -163,7 +163,7 @@ def ways_out(config: PPOConfig, plan: PassPlan, device: torch.device) -> list[st
     if rows > 1:
         found.append(f"micro_batch_size_per_gpu: {rows // 2} (now {rows}; same gradients)")
     if not plan.checkpointing:
-        found.append("gradient_checkpointing: true (same gradients, 30 % slower)")
+        found.append("gradient_checkpointing: true (same gradients, up to half slower)")
     if device.type == "cuda" and not config.activation_offload:
         found.append("activation_offload: true (same gradients, slower)")
     return [

@@ -20,6 +20,7 @@ from llmppo.engines.base import GenerationEngine
 from llmppo.errors import ArtefactError, ConfigError
 from llmppo.models.adapted import ACTOR, CRITIC, REFERENCE, AdaptedModel
 from llmppo.models.quantized import is_quantized
+from llmppo.trainer.allocator import keep_freed_memory
 from llmppo.trainer.checkpoint import Checkpoint, Snapshot, lora_fields, require_same_lora
 from llmppo.trainer.memory import ModelShape, PassPlan, choose, usable_bytes
 from llmppo.trainer.optimizer import RoleOptimizer
@@ -90,6 +91,8 @@ class AgentState:
             usable_bytes(self.model.device),
         )
         self.model.layers.set(self.plan.checkpointing, self.config.torch_compiler)
+        if self.model.device.type == "cpu":
+            keep_freed_memory(not self.plan.checkpointing)
         self.model.explicit_positions = self.config.calc_position_embeddings
 
     def recompile(self) -> None:
