@@ -22,7 +22,7 @@ from llmppo.models.head import OutputHead
 from llmppo.models.layers import LayerRunner
 from llmppo.models.packing import BY_ROW, row_positions
 from llmppo.models.prefix import can_share, for_rows
-from llmppo.models.quantized import prepare_quantized
+from llmppo.models.quantized import is_quantized, prepare_quantized
 from llmppo.models.routing import AdapterRouter, Route
 from llmppo.seeding import derive_seed
 
@@ -247,6 +247,24 @@ class AdaptedModel:
         if cache is not None:
             inputs["past_key_values"] = cache
         return self.decoder(**inputs, use_cache=cache is not None).last_hidden_state
+
+    def shard(self) -> None:
+        """Shard the weights of the base's layers over all ranks (FSDP2); adapters stay whole on each.
+
+        Raises ConfigError for a model without a list of layers and for a quantised one.
+        """
+        if not self.layers.layers or is_quantized(self.base):
+            raise ConfigError(
+                "several ranks need a model with a list of decoder layers and without quantisation; set ranks: 1"
+            )
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(self.device.type, (torch.distributed.get_world_size(),))
+        whole = {weight for name in self.adapters for weight in self.router.parameters(name)}
+        for layer in self.layers.layers:
+            fully_shard(layer, mesh=mesh, ignored_params=whole)
+        self.prefixes = False  # ranks must run the layers equally often, whatever their rows have in common
 
     @property
     def shares_prefixes(self) -> bool:

@@ -36,6 +36,7 @@ from llmppo.trainer.bookkeeping import Bookkeeping
 from llmppo.trainer.checkpoint import Checkpoint
 from llmppo.trainer.optimizer import RoleOptimizer
 from llmppo.trainer.passes import Passes
+from llmppo.trainer.ranks import Ranks
 from llmppo.trainer.returns import RunningReturns
 from llmppo.trainer.settings import SETTINGS, section, split_settings, with_signature
 from llmppo.trainer.update import Outcome, Update
@@ -112,7 +113,10 @@ class LLMPPO(Bookkeeping):
             seed=seed,
         )
         self._apply_to_model()
+        self.ranks = Ranks.current()
         self.model.packing(self.config.use_sequence_packing)
+        if self.ranks.count > 1:
+            self.model.shard()
         self._scorer()  # refuses a model that can't be scored so, before any learn call
         self.optimizer = RoleOptimizer(self.model, self.config)
         self.running_returns = RunningReturns(enabled=self.config.normalize_returns)
@@ -388,6 +392,7 @@ class LLMPPO(Bookkeeping):
                 micro,
                 config.max_tokens_per_micro_batch,
                 config.use_sequence_packing,
+                self.ranks,
             ),
             batch=batch,
             config=config,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from llmppo.ppo import losses
 from llmppo.ppo.units import masked_mean
+from llmppo.trainer.ranks import Ranks
 
 if TYPE_CHECKING:
     from llmppo.trainer.update import Update
@@ -28,6 +29,17 @@ class Sums:
             else:
                 self.totals[prefix + name] += float(value)
 
+    def over(self, ranks: Ranks) -> "Sums":
+        """The counters of all ranks together."""
+        whole = Sums()
+        for totals in ranks.gather(dict(self.totals)):
+            for name, value in totals.items():
+                whole.totals[name] += value
+        for peaks in ranks.gather(self.peaks):
+            for name, value in peaks.items():
+                whole.peaks[name] = max(whole.peaks.get(name, 0.0), value)
+        return whole
+
     def ratio(self, part: str, whole: str) -> float | None:
         return (
             self.totals[part] / self.totals[whole] if part in self.totals and self.totals.get(whole) else None
@@ -36,7 +48,7 @@ class Sums:
 
 def learn_metrics(update: "Update") -> dict[str, float | None]:
     """Metrics of a finished learn call by slash names (docs/metrics.md)."""
-    sums, steps = update.sums, max(update.steps, 1)
+    sums, applied, steps = update.sums.over(update.ranks), update.applied, max(update.steps, 1)
     assert update.gae is not None
     metrics: dict[str, float | None] = {
         "critic/loss": sums.totals["critic/loss"] / steps,
@@ -49,9 +61,9 @@ def learn_metrics(update: "Update") -> dict[str, float | None]:
         "critic/return_mean": float(masked_mean(update.gae.unit_returns, update.gae.unit_mask)),
         "critic/value_mean": float(masked_mean(update.gae.unit_values, update.gae.unit_mask)),
         "critic/clip_frac": sums.ratio("critic/clipped", "critic/units"),
-        "critic/grad_norm": sums.totals["critic/grad_norm"] / steps,
-        "critic/grad_norm_clipped": sums.totals["critic/grad_norm_clipped"] / steps,
-        "critic/lr": sums.totals["critic/lr"],
+        "critic/grad_norm": applied["critic/grad_norm"] / steps,
+        "critic/grad_norm_clipped": applied["critic/grad_norm_clipped"] / steps,
+        "critic/lr": applied["critic/lr"],
         "critic/warmup": float(update.warmup),
         "perf/padding_frac": 1 - update.passes.tokens_real / max(update.passes.tokens_padded, 1),
         "perf/shared_frac": update.passes.tokens_shared / max(update.passes.tokens_padded, 1),
@@ -69,9 +81,9 @@ def learn_metrics(update: "Update") -> dict[str, float | None]:
         "actor/clip_frac_low": sums.ratio("actor/clip_low", "actor/units"),
         "actor/clip_frac_high": sums.ratio("actor/clip_high", "actor/units"),
         "actor/entropy": sums.ratio("actor/entropy", "actor/tokens"),
-        "actor/grad_norm": sums.totals["actor/grad_norm"] / steps,
-        "actor/grad_norm_clipped": sums.totals["actor/grad_norm_clipped"] / steps,
-        "actor/lr": sums.totals["actor/lr"],
+        "actor/grad_norm": applied["actor/grad_norm"] / steps,
+        "actor/grad_norm_clipped": applied["actor/grad_norm_clipped"] / steps,
+        "actor/lr": applied["actor/lr"],
         "actor/advantage_std": float(update.gae.unit_advantages[update.gae.unit_mask].std(correction=0)),
     }
     metrics["actor/clip_frac"] = (metrics["actor/clip_frac_low"] or 0.0) + (

@@ -20,6 +20,7 @@ from llmppo.models.head import TokenScorer
 from llmppo.models.liger import LigerScorer
 from llmppo.models.prefix import common_prefix
 from llmppo.trainer.batch import UpdateBatch
+from llmppo.trainer.ranks import Ranks
 
 WORTH_SHARING = 0.1  # share of a pass's tokens that a common prefix must save; it takes a pass of its own
 
@@ -57,8 +58,9 @@ class Passes:
         micro_rows: int | None,
         micro_tokens: int | None,
         packing: bool = False,
+        ranks: Ranks = Ranks(),
     ) -> None:
-        self.model, self.scorer, self.batch = model, scorer, batch
+        self.model, self.scorer, self.batch, self.ranks = model, scorer, batch, ranks
         self.micro_rows, self.micro_tokens, self.packing = micro_rows, micro_tokens, packing
         self.lower: list[list[Tensor]] | None = None  # of each segment of each episode
         self.tokens_real = 0
@@ -200,14 +202,17 @@ class Passes:
             )
             for role in roles
         ]
-        for rows in self.micro_batches(range(count)):
-            for result, output in zip(results, self.run(rows, roles, bootstrap), strict=True):
+        for rows, counts in self.ranks.deal(self.micro_batches(range(count))):
+            outputs = self.run(rows, roles, bootstrap)
+            for result, output in zip(results, outputs if counts else [], strict=counts):
                 for name in ("logprobs", "values"):
                     whole, piece = getattr(result, name), getattr(output, name)
                     if whole is not None:
                         whole[rows, : piece.shape[1]] = piece
                 if result.bootstrap is not None and output.bootstrap is not None:
                     result.bootstrap[rows] = output.bootstrap
+        for result in results:
+            self.ranks.sum(result.logprobs, result.values, result.bootstrap)
         return results
 
     @property

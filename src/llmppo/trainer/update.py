@@ -8,7 +8,7 @@ log-probs, values and reference log-probs. The reference runs only when `beta > 
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +29,7 @@ from llmppo.trainer.metrics import Sums, learn_metrics
 from llmppo.trainer.offload import OffloadActivations
 from llmppo.trainer.optimizer import ROLES, RoleOptimizer
 from llmppo.trainer.passes import Passes, RoleOutput, RolePass
+from llmppo.trainer.ranks import Ranks
 from llmppo.trainer.returns import RunningReturns
 
 
@@ -70,7 +71,8 @@ class Update:
     running_returns: RunningReturns
     constant_units: float
     columns: TokenColumns = field(default_factory=TokenColumns)
-    sums: Sums = field(default_factory=Sums)
+    sums: Sums = field(default_factory=Sums)  # of this rank's micro-batches
+    applied: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by optimizer steps
     clock: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def __post_init__(self) -> None:
@@ -86,6 +88,10 @@ class Update:
         self.gae: Advantages | None = None
         self.bootstrap: Tensor | None = None
         self.steps = 0
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.passes.ranks
 
     # -- shape of the update ------------------------------------------------------------------
 
@@ -174,8 +180,9 @@ class Update:
         self.bootstrap = torch.zeros(count, device=self.mask.device) if self.bootstrapping else None
         (rows,) = self.mini_batches(0)
         totals = self._totals(rows)
-        for micro in self.passes.micro_batches(rows):
+        for micro in self._dealt(rows, [self.passes.critic]):
             self._critic_micro(micro, totals, first=True)
+        self.ranks.sum(self.columns.values, self.bootstrap)
         self._set_advantages()
         if not self.warmup:
             self._actor_last(rows, totals)
@@ -188,31 +195,74 @@ class Update:
                 (output,) = self.passes.sweep([RolePass(self.model.reference_route, score=True)])
             self.columns.ref_logprobs = output.logprobs
         self.columns.old_logprobs = torch.zeros(self.mask.shape, device=self.mask.device)
-        for micro in self.passes.micro_batches(rows):
+        for micro in self._dealt(rows, [self.passes.actor]):
             self._actor_micro(micro, totals, old_is_new=True)
+        self.ranks.sum(self.columns.old_logprobs)
 
     def _all_epochs(self) -> None:
         old_is_new = self.columns.old_logprobs is None and not self.warmup
         if old_is_new:
             self.columns.old_logprobs = torch.zeros_like(self.mask, dtype=torch.float32)
         for epoch in range(self.epochs):
-            before = dict(self.sums.totals)
+            before = self._moved()
             for rows in self.mini_batches(epoch):
                 totals = self._totals(rows)
-                for micro in self.passes.micro_batches(rows):
+                for micro in self._dealt(rows, *self._passes_of_a_step()):
                     if self.warmup:
                         self._critic_micro(micro, totals)
-                    elif self.model.critic == "head" or self.plan.fused:
+                    elif self._fused:
                         self._fused_micro(micro, totals, old_is_new)
                     else:
                         self._actor_micro(micro, totals, old_is_new)
                         self._critic_micro(micro, totals)
                 self._optimizer_step(rows)
             if self.config.target_kl is not None and not self.warmup:
-                moved = self.sums.totals["actor/approx_kl"] - before.get("actor/approx_kl", 0.0)
-                seen = self.sums.totals["actor/tokens"] - before.get("actor/tokens", 0.0)
+                moved, seen = (self._moved() - before).tolist()
                 if moved / max(seen, 1.0) > self.config.target_kl:
                     break
+        if old_is_new:
+            self.ranks.sum(self.columns.old_logprobs)
+
+    @property
+    def _fused(self) -> bool:
+        return self.model.critic == "head" or self.plan.fused
+
+    def _passes_of_a_step(self) -> list[list[RolePass]]:
+        """The roles of each gradient pass of a micro-batch."""
+        if self.warmup:
+            return [[self.passes.critic]]
+        if self.model.critic == "head":
+            return [[self.passes.actor]]
+        return (
+            [[self.passes.actor, self.passes.critic]]
+            if self._fused
+            else [[self.passes.actor], [self.passes.critic]]
+        )
+
+    def _dealt(self, rows: Sequence[int], *passes: list[RolePass]) -> Iterator[list[int]]:
+        """This rank's micro-batches of `rows`. Where others still have one, the `passes` of one of theirs run for nothing."""
+        for micro, counts in self.ranks.deal(self.passes.micro_batches(rows)):
+            if counts:
+                yield micro
+                continue
+            for roles in passes:
+                with self.model.router.using(self.passes.route(micro, roles)):
+                    found = [
+                        tensor.sum()
+                        for output in self.passes.run(micro, roles)
+                        for tensor in (output.logprobs, output.values)
+                        if tensor is not None
+                    ]
+                    (0.0 * torch.stack(found).sum()).backward()
+
+    def _moved(self) -> Tensor:
+        """Sums of KL to the old policy and of tokens, so far and over all ranks."""
+        sums = torch.tensor(
+            [self.sums.totals.get(f"actor/{name}", 0.0) for name in ("approx_kl", "tokens")],
+            dtype=torch.float64, device=self.mask.device,
+        )  # fmt: skip
+        self.ranks.sum(sums)
+        return sums
 
     # -- advantages ---------------------------------------------------------------------------
 
@@ -416,6 +466,9 @@ class Update:
 
     def _optimizer_step(self, rows: Sequence[int]) -> None:
         with self._timed("optimizer"):
+            self.ranks.sum_gradients(
+                parameter for role in ROLES for parameter in self.optimizer.parameters[role]
+            )
             rates = self.optimizer.set_learning_rates(self.config, self.learn_step)
             norms = self.optimizer.clip(self.config)
             for role in ROLES:
@@ -425,9 +478,9 @@ class Update:
                         f"the {role} gradient norm is {before} in learn step {self.learn_step}; "
                         f"episodes: {_listed([self.batch.episode_ids[row] for row in rows])}"
                     )
-                self.sums.totals[f"{role}/grad_norm"] += before
-                self.sums.totals[f"{role}/grad_norm_clipped"] += after
-                self.sums.totals[f"{role}/lr"] = rates[role]
+                self.applied[f"{role}/grad_norm"] += before
+                self.applied[f"{role}/grad_norm_clipped"] += after
+                self.applied[f"{role}/lr"] = rates[role]
             self.optimizer.step()
             self.optimizer.zero_grad()
         self.steps += 1
