@@ -623,6 +623,10 @@ class ExperimentConfig(Section):
         description="Iterations that one job runs, shard after shard in one process: fewer and longer jobs, the same files. Counts for iterations that no chain has reached; where `stop_at` watches an evaluation, a job ends where one is due.",
     )
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where models run.")
+    ranks: Positive = Field(
+        1,
+        description="Processes of a critic warm-up or an update, on one machine: they share its micro-batches and, with FSDP2, the base model's layers. Each has the threads of `resources.update`; on GPUs set `resources.update.gpus` to the same number.",
+    )
     stop_at: StopConfig | None = Field(None, description="Ends a chain early; null runs all iterations.")
     base_model: BaseModelConfig
     dataset: DatasetConfig | None = Field(None, description="Rows for a dataset environment.")
@@ -651,6 +655,16 @@ class ExperimentConfig(Section):
         if len(set(seeds)) != len(seeds):
             raise ValueError("seeds repeat; each seed is one chain")
         return seeds
+
+    @model_validator(mode="after")
+    def _jobs_of_ranks(self) -> Self:
+        if self.ranks > 1 and self.iterations_per_job > 1:
+            raise ValueError(
+                "ranks: a job of several iterations runs in one process; set iterations_per_job: 1"
+            )
+        if self.ranks > 1 and self.base_model.quantization is not None:
+            raise ValueError("ranks: a quantised base can't be sharded; set ranks: 1")
+        return self
 
     @field_validator("variants")
     @classmethod

@@ -104,7 +104,10 @@ class Plan:
         return self.replays.get(variant, variant)
 
     def resources(self, stage: str) -> StageResources:
-        return resources_of(self.experiment, stage)
+        """What a job of a stage asks for, all its ranks together."""
+        one = resources_of(self.experiment, stage)
+        ranks = self.experiment.ranks if stage in ("critic_warmup", "update") else 1
+        return one.model_copy(update={"threads": one.threads * ranks})
 
     # Hashes of shared artefacts: everything they depend on, and nothing else.
 

@@ -58,12 +58,35 @@ def die_with_workflow() -> int | None:
 
     By hand: nothing.
     """
+    if is_rank():
+        die_with(os.getppid())
     parent = os.environ.pop(PARENT, None)
     if parent is None:
         return None
     die_with(int(parent))
     os.environ[WORKFLOW] = parent
     return int(parent)
+
+
+def is_rank() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def run_ranks(count: int, arguments: Sequence[str]) -> int:
+    """Run `llmppo ARGUMENTS` as `count` processes that form a group (torchrun); its exit status."""
+    here = os.getpid()
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={count}",
+    ]
+    return subprocess.run(
+        [*command, "-m", "--", "llmppo.cli", *arguments], check=False, preexec_fn=lambda: die_with(here)
+    ).returncode
 
 
 def start_server(

@@ -18,7 +18,7 @@ import click
 
 from llmppo.errors import ConfigError, LlmppoError, machine_fault
 from llmppo.files import MANIFEST, write_json
-from llmppo.process import die_with_workflow, redirect_output, thread_environment
+from llmppo.process import die_with_workflow, is_rank, redirect_output, run_ranks, thread_environment
 from llmppo.worker.client import delegate, offered
 
 FILE = click.Path(path_type=Path, dir_okay=False)
@@ -90,11 +90,19 @@ def run_stage(
         status = delegate(workflow, options.get("base"), sys.argv[1:])
         if status is not None:
             return status
+    if is_rank():
+        log = None  # the process that started it has sent its output there
     terminal: TextIO | None = None
     name = f"llmppo {stage.replace('_', '-')}"
     try:
         terminal = redirect_output(log) if log else None
         values = read_settings(settings, stage, variant)
+        if values.get("ranks", 1) > 1 and not is_rank():
+            failed = run_ranks(values["ranks"], sys.argv[1:])
+            if failed:
+                where = f"; what it said is in {log}" if log else ""
+                _say(f"{name}: a process of {values['ranks']} ended with an error{where}", terminal)
+            return failed
         os.environ.update(thread_environment(int(values.get("threads", 1))))
         summary = import_module(f"llmppo.stages.{stage}").run(values, **options)
     except LlmppoError as error:

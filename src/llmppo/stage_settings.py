@@ -121,6 +121,7 @@ def stage_settings(config: ExperimentConfig, stage: str) -> dict[str, Any]:
     """Exactly the config that `stage` reads; `config` has its variant resolved. Raises ConfigError."""
     machine = {"threads": resources_of(config, stage).threads}
     model_machine = {"device": config.device, **machine}
+    ranks = {"ranks": config.ranks} if config.ranks > 1 else {}
     scoring = {
         "sampling": _dump(
             config.rollout, include={"temperature", "logit_bias", "max_output_tokens", "max_model_len"}
@@ -149,12 +150,13 @@ def stage_settings(config: ExperimentConfig, stage: str) -> dict[str, Any]:
                 "ppo": warmup_settings(config.ppo),
                 "lora": _dump(config.lora),
                 **scoring,
+                **ranks,
                 **model_machine,
             }
         case "update":
             stop = None if config.stop_at is None else _dump(config.stop_at)
             replay = {"replays": config.replays} if config.replays else {}
-            return {"ppo": _dump(config.ppo), "stop_at": stop, **replay, **scoring, **model_machine}
+            return {"ppo": _dump(config.ppo), "stop_at": stop, **replay, **scoring, **ranks, **model_machine}
         case "iterations":
             return {
                 "rollout": stage_settings(config, "rollout"),

@@ -261,6 +261,48 @@ def test_several_iterations_in_a_job_give_the_same_bytes(undisturbed: Path, tmp_
     assert [path.name for path in sorted(logs.glob("update/*.log"))] == ["0003.log"]
 
 
+def test_two_ranks_write_what_one_process_would(undisturbed: Path, tmp_path: Path) -> None:
+    """Each stage that learns runs as two processes, and the worker does the others."""
+    from safetensors.torch import load_file
+
+    from llmppo.trajectories.parquet import read_episodes
+
+    shutil.copy(SMOKE, tmp_path)
+    run = llmppo_run(tmp_path, 2, "--set", "ranks=2", "--set", "iterations=1")
+    output, _ = run.communicate()
+    assert run.returncode == 0, output
+    ours, alone = (folder / "smoke/main/seed-0" for folder in (tmp_path / "results", undisturbed))
+    sampled, expected = (
+        [
+            episode.token_ids.tolist()
+            for episode in read_episodes([chain / "iterations/0001/rollouts/shard-0.parquet"])
+        ]
+        for chain in (ours, alone)
+    )
+    assert sampled == expected
+    for name in ("policy/0000/critic", "policy/0001/actor", "policy/0001/critic"):
+        found, expected = (load_file(chain / name / "adapter_model.safetensors") for chain in (ours, alone))
+        assert found.keys() == expected.keys()
+        for weight, tensor in found.items():
+            assert (tensor - expected[weight]).norm() <= 1e-3 * expected[weight].norm() + 1e-6
+
+
+def test_a_rank_that_fails_is_told(undisturbed: Path, tmp_path: Path) -> None:
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump({**yaml.safe_load(SMOKE.read_text()), "ranks": 2}))
+    (base,) = (undisturbed / "shared" / "base_model").iterdir()
+    failed = subprocess.run(
+        [
+            *(Path(sys.executable).with_name("llmppo"), "update", "--settings", tmp_path / "two.yaml", "--base", base),
+            *("--policy", tmp_path, "--seed", "0", "--iteration", "1", "--out", tmp_path / "out", "--log", tmp_path / "log"),
+            *("--advantages", tmp_path / "a", "--metrics", tmp_path / "m", undisturbed / "smoke/main/seed-0/iterations/0001/rollouts/shard-0.parquet"),
+        ],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert failed.returncode == 1
+    assert f"a process of 2 ended with an error; what it said is in {tmp_path / 'log'}" in failed.stderr
+    assert "llmppo update: error:" in (tmp_path / "log").read_text()
+
+
 def test_the_loop_in_one_process_gives_the_same_numbers(undisturbed: Path, tmp_path: Path) -> None:
     import torch
 

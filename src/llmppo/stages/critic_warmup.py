@@ -32,6 +32,7 @@ def run(
 
     from llmppo.trainer.aliases import ALIASES
     from llmppo.trainer.batch import batch_from_episodes
+    from llmppo.trainer.ranks import joined
 
     torch.set_num_threads(settings["threads"])
     started = time.perf_counter()
@@ -40,29 +41,32 @@ def run(
     by_step = defaultdict(list)
     for episode in episodes:
         by_step[episode.spec.iteration].append(episode)
-    agent = new_agent(settings, base, seed, LoraSection.model_validate(settings["lora"]))
-    if len(by_step) != agent.config.critic_warmup_steps:
-        raise ArtefactError(
-            f"{agent.config.critic_warmup_steps} warm-up steps need as many rollout batches; {len(by_step)} were given"
-        )
-    steps = []
-    for step in sorted(by_step):
-        report = agent.learn(batch_from_episodes(by_step[step], settings["max_turns"]))
-        steps.append({name: value for name, value in report.items() if name not in ALIASES})
-        print(
-            f"warm-up step {step}: critic loss {report['critic/loss']}, explained variance {report['critic/explained_variance']}",
-            flush=True,
-        )
-    summary: dict[str, Any] = {}
-    if steps:
-        after = agent.critic_explained_variance(
-            batch_from_episodes(by_step[max(by_step)], settings["max_turns"])
-        )
-        summary = {
-            "warmup/explained_variance_before": steps[0]["critic/explained_variance"],
-            "warmup/explained_variance_after": after,
-            "warmup/critic_loss_last": steps[-1]["critic/loss"],
-        }
+    with joined(settings) as ranks:
+        agent = new_agent(settings, base, seed, LoraSection.model_validate(settings["lora"]))
+        if len(by_step) != agent.config.critic_warmup_steps:
+            raise ArtefactError(
+                f"{agent.config.critic_warmup_steps} warm-up steps need as many rollout batches; {len(by_step)} were given"
+            )
+        steps = []
+        for step in sorted(by_step):
+            report = agent.learn(batch_from_episodes(by_step[step], settings["max_turns"]))
+            steps.append({name: value for name, value in report.items() if name not in ALIASES})
+            print(
+                f"warm-up step {step}: critic loss {report['critic/loss']}, explained variance {report['critic/explained_variance']}",
+                flush=True,
+            )
+        summary: dict[str, Any] = {}
+        if steps:
+            after = agent.critic_explained_variance(
+                batch_from_episodes(by_step[max(by_step)], settings["max_turns"])
+            )
+            summary = {
+                "warmup/explained_variance_before": steps[0]["critic/explained_variance"],
+                "warmup/explained_variance_after": after,
+                "warmup/critic_loss_last": steps[-1]["critic/loss"],
+            }
+    if ranks.number > 0:
+        return None
     agent.save_checkpoint(out, base=sha256_file(base / MANIFEST), iteration=0)
     seconds = time.perf_counter() - started
     write_json(

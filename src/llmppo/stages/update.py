@@ -51,6 +51,7 @@ def run(
     from llmppo.trainer.aliases import ALIASES
     from llmppo.trainer.batch import batch_from_episodes
     from llmppo.trainer.checkpoint import OPTIMIZER_FILE
+    from llmppo.trainer.ranks import joined
     from llmppo.trajectories.collect import rollout_metrics
 
     torch.set_num_threads(settings["threads"])
@@ -65,17 +66,20 @@ def run(
             f"{policy} lost its optimizer state once later policies existed, and an update without it would be another one; "
             f"policy 0 keeps it: delete {policy.parent / '0001'}, and the same command repeats the chain from there"
         )
-    agent = new_agent(settings, base, seed, saved_lora(policy / "actor"))
-    agent.load_checkpoint(policy, load_optimizer=True)
-    expected = agent.config.critic_warmup_steps + iteration - 1
-    if agent.learn_steps != expected:
-        raise ArtefactError(
-            f"{policy} has taken {agent.learn_steps} learn steps, iteration {iteration} starts after {expected}; delete it and run the same command"
-        )
-    with warnings.catch_warnings():
-        if replay:  # another policy's log-probs are meant to differ
-            warnings.filterwarnings("ignore", message="learn step .* the engine's log-probs differ")
-        report = agent.learn(batch_from_episodes(episodes, settings["max_turns"]))
+    with joined(settings) as ranks:
+        agent = new_agent(settings, base, seed, saved_lora(policy / "actor"))
+        agent.load_checkpoint(policy, load_optimizer=True)
+        expected = agent.config.critic_warmup_steps + iteration - 1
+        if agent.learn_steps != expected:
+            raise ArtefactError(
+                f"{policy} has taken {agent.learn_steps} learn steps, iteration {iteration} starts after {expected}; delete it and run the same command"
+            )
+        with warnings.catch_warnings():
+            if replay:  # another policy's log-probs are meant to differ
+                warnings.filterwarnings("ignore", message="learn step .* the engine's log-probs differ")
+            report = agent.learn(batch_from_episodes(episodes, settings["max_turns"]))
+    if ranks.number > 0:
+        return None
     seconds = time.perf_counter() - started
     tokens = sum(episode.num_action_tokens for episode in episodes)
     values = {

@@ -5,8 +5,11 @@ must run them equally often: a rank with nothing left to do runs a micro-batch t
 whole on every rank, and the gradients of a step are summed, so that a policy doesn't show how many ranks made it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,3 +60,19 @@ class Ranks:
         found: list[dict[str, float]] = [{}] * self.count
         dist.all_gather_object(found, values)
         return found
+
+
+@contextmanager
+def joined(settings: Mapping[str, Any]) -> Iterator[Ranks]:
+    """This process of a stage that runs as `ranks` processes, in a group with the others for as long as the block."""
+    if settings.get("ranks", 1) == 1:
+        yield Ranks()
+        return
+    cuda = settings["device"] == "cuda"
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if cuda else "gloo")
+    try:
+        yield Ranks.current()
+    finally:
+        dist.destroy_process_group()

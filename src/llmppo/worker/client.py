@@ -31,7 +31,7 @@ ACCEPT_S = 120.0  # a base model may have to be loaded before the fork
 def offered(stage: str, settings: str) -> bool:
     """Whether a worker may run the stage with these settings (JSON).
 
-    A forked process can't use a GPU, and vLLM in a process wants to set it up from the start.
+    A forked process can't use a GPU, vLLM in a process wants to set it up from the start, and `torchrun` starts its ranks itself.
     """
     if not settings.startswith("{"):
         return False
@@ -43,6 +43,7 @@ def offered(stage: str, settings: str) -> bool:
         and stage in STAGES
         and values.get("device", "cpu") == "cpu"
         and vllm.get("mode") != "in_process"
+        and values.get("ranks", 1) == 1
     )
 
 
