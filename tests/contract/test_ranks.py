@@ -15,6 +15,7 @@ from llmppo.testing.batches import StepRecorder, made_up_batch, tiny_agent, weig
 CASES = {
     "one step": {"beta": 0.1},
     "warm-up": {"critic_warmup_steps": 2},
+    "whole rows": {"micro_batch_size_per_gpu": None},
     "fused": {"update_epochs": 2, "mini_batch_size": 4, "beta": 0.1, "fuse_actor_critic_pass": True},
     "apart": {"update_epochs": 2, "mini_batch_size": 4, "fuse_actor_critic_pass": False, "target_kl": 1e-9},
     "head": {"critic": "head", "ent_coef": 0.01},

@@ -7,6 +7,7 @@ With `packing` the rows of a micro-batch are put one after the other into a sing
 Where the rows of a micro-batch begin with the same tokens, a prompt for instance, those run once for each role.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -68,9 +69,9 @@ class Passes:
         self.tokens_shared = 0
 
     def micro_batches(self, rows: Sequence[int]) -> list[list[int]]:
-        """Cut rows, shortest first, under the row and padded-token bounds."""
+        """Cut rows, shortest first, under the row and padded-token bounds, into one for each rank at least."""
         longest = [max(layout) for layout in self.batch.segments]
-        limit = self.micro_rows or len(rows)
+        limit = min(self.micro_rows or len(rows), math.ceil(len(rows) / self.ranks.count))
         cuts: list[list[int]] = []
         for row in sorted(rows, key=lambda row: (longest[row], row)):
             full = not cuts or len(cuts[-1]) >= limit
