@@ -179,8 +179,10 @@ def files_of(chain: Chain, results: Path, report: Path) -> list[tuple[str, str]]
 
 
 def shown_config(config: ExperimentConfig) -> str:
-    """The experiment as YAML, without output root, tracker and resources, which belong to a machine."""
-    values = config.model_dump(mode="json", exclude={"results", "tracking", "resources"})
+    """The experiment as YAML, without what a report isn't told: it belongs to a machine, or changes no number."""
+    values = config.model_dump(
+        mode="json", exclude={"results", "tracking", "resources", "keep_every", "iterations_per_job"}
+    )
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
 
 
