@@ -358,3 +358,17 @@ def test_a_checkpoint_holds_only_tensors_and_json(tmp_path):
         ".json",
         ".safetensors",
     }
+
+
+@pytest.mark.parametrize(("critic", "adapters", "moments"), [("adapter", 12, 16), ("head", 8, 8)])
+def test_a_policy_takes_the_disk_that_the_docs_say(tmp_path, critic, adapters, moments):
+    """Bytes for each weight of one adapter, docs/architecture.md; beside them headers, and the value head."""
+    agent = tiny_agent(hidden=64, layers=4, lora=LoraSection(r=32, lora_alpha=8), critic=critic)
+    agent.learn(made_up_batch())
+    agent.save_checkpoint(tmp_path / "policy")
+    weights_of_one = sum(weight.numel() for weight in agent.model.adapter_state("actor").values())
+    sizes = {path.name: 0 for path in tmp_path.rglob("*.safetensors")}
+    for path in tmp_path.rglob("*.safetensors"):
+        sizes[path.name] += path.stat().st_size
+    assert sizes["adapter_model.safetensors"] == pytest.approx(adapters * weights_of_one, rel=0.05)
+    assert sizes["optimizer.safetensors"] == pytest.approx(moments * weights_of_one, rel=0.1)
