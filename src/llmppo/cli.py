@@ -4,6 +4,7 @@ Argument parsing only. Every command imports what it needs when it is called, so
 """
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,15 @@ CONFIG = click.option(
 )
 RESULTS = click.option("--results", type=FOLDER, help="Output root instead of the config's `results`.")
 CORES = click.option("--cores", default="all", show_default=True, help="Jobs of one thread that run at once.")
+
+
+def _given(config: Path, results: Path | None, changes: tuple[str, ...]) -> list[str]:
+    """The options of a command that choose the experiment, to be given to another one."""
+    words = ["--config", str(config)]
+    words += [] if results is None else ["--results", str(results)]
+    return words + [word for change in changes for word in ("--set", change)]
+
+
 CHANGES = click.option(
     "--set",
     "changes",
@@ -127,18 +137,23 @@ def status(config: Path, results: Path | None, changes: tuple[str, ...]) -> None
 def verify(config: Path, results: Path | None, changes: tuple[str, ...], repeat: Path | None) -> None:
     """Compare every file of the results with its manifest; exit status 1 where one is damaged.
 
-    A damaged file is named; deleted, `llmppo run` makes it again. `--repeat FILE` runs one stage again, in a
-    copy beside the results, and compares what it writes.
+    A damaged file is named, with the command that makes it again. `--repeat FILE` runs one stage again, in a copy
+    beside the results, and compares what it writes.
     """
+    from llmppo.rebuild import way_back
     from llmppo.run import configure, find_snakefile
     from llmppo.verify import check
     from llmppo.verify import repeat as run_again
 
     values, plan = configure(config, results, changes)
     checked = list(check(Path(plan.layout.results)))
-    faults = [entry.fault for entry in checked if entry.fault is not None]
-    for fault in faults:
-        click.echo(fault)
+    faults = [entry for entry in checked if entry.fault is not None]
+    again_with = shlex.join(["llmppo", "run", *_given(config, results, changes)])
+    for entry in faults:
+        delete, target = way_back(plan, entry.path)
+        click.echo(
+            f"{entry.fault}\n  once more: rm -r {shlex.join(delete)} && {again_with} {shlex.quote(target)}"
+        )
     click.echo(f"{len(checked)} artefacts checked in {plan.layout.results}, {len(faults)} damaged")
     different: list[str] = []
     if repeat is not None:

@@ -48,6 +48,28 @@ class TemplateError(LlmppoError):
     """A chat template can't frame a turn without changing the tokens before it."""
 
 
+MEMORY_KNOBS = {
+    "rollout": "rollout.hf_generate_chunk_size, then rollout.shard_size",
+    "evaluate": "rollout.hf_generate_chunk_size, then evaluation.episodes",
+    "update": "ppo.micro_batch_size_per_gpu, then ppo.gradient_checkpointing: true",
+}
+
+
+def memory_fault(error: BaseException, stage: str) -> str | None:
+    """An allocator's refusal in words, the smallest change first; None for any other error."""
+    texts = ("can't allocate memory", "out of memory", "bad_alloc", "can't start new thread")
+    no_memory = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    if not no_memory and not any(text in str(error) for text in texts):
+        return None
+    return f"memory ran out. {less_memory(stage)}"
+
+
+def less_memory(stage: str) -> str:
+    """What lets a stage need less memory, the smallest change first."""
+    knobs = MEMORY_KNOBS.get(stage, MEMORY_KNOBS["update"])
+    return f"What helps, the smallest change first: fewer jobs at once (--cores), {knobs}; see docs/memory.md"
+
+
 NO_ROOM = "make room there"
 NOT_OURS = "make it writable, or choose another folder with --results"
 # What no code can help, and what a user can do about it.

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from llmppo.errors import ArtefactError
 
 MANIFEST = "manifest.json"
+SEAL = "sha256"  # key of a JSON file's own checksum
 
 
 def canonical_json(value: Any) -> str:
@@ -77,15 +78,29 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
+def write_sealed(path: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
+    """Write JSON with a checksum of its own, for facts that no manifest covers; `read_json` compares and drops it."""
+    plain = json.loads(json.dumps(facts, allow_nan=False))
+    write_json(path, {**plain, SEAL: digest(plain, 64)})
+
+
 def read_json(path: str | os.PathLike[str]) -> Any:
+    """The content of a JSON file. Raises ArtefactError where it is absent, not JSON, or differs from its checksum."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ArtefactError(f"{path} does not exist; run the stage that writes it first") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ArtefactError(
             f"{path} is not valid JSON ({error}); delete it and run the same command"
         ) from error
+    if isinstance(content, dict) and SEAL in content:
+        seal = content.pop(SEAL)
+        if digest(content, 64) != seal:
+            raise ArtefactError(
+                f"{path} differs from its checksum (damaged or edited); delete it and run the same command"
+            )
+    return content
 
 
 def write_manifest(folder: Path, **facts: Any) -> dict[str, Any]:
@@ -96,14 +111,16 @@ def write_manifest(folder: Path, **facts: Any) -> dict[str, Any]:
         if path.is_file() and path.name != MANIFEST
     }
     manifest = {**facts, "files": files}
-    write_json(folder / MANIFEST, manifest)
+    write_sealed(folder / MANIFEST, manifest)
     return manifest
 
 
 def check_manifest(
-    folder: str | os.PathLike[str], allow_missing: Callable[[str], bool] = lambda name: False
+    folder: str | os.PathLike[str],
+    allow_missing: Callable[[str], bool] = lambda name: False,
+    skip: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, Any]:
-    """Return a folder's manifest after comparing every file with it.
+    """Return a folder's manifest after comparing every file with it, but for those that `skip` names.
 
     Raises ArtefactError naming the first file that is absent (unless `allow_missing(name)`) or differs.
     """
@@ -111,6 +128,8 @@ def check_manifest(
     manifest = read_json(root / MANIFEST)
     for name, entry in manifest["files"].items():
         path = root / name
+        if skip(name):
+            continue
         if not path.is_file():
             if allow_missing(name):
                 continue

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmppo.files import read_json, write_json
+from llmppo.files import read_json, write_sealed
 from llmppo.layout import ChainLayout
 
 
@@ -86,4 +86,4 @@ def record(path: str, jobs: Iterable[range]) -> None:
     """Keep the partition for later runs; jobs of one iteration alone need no record."""
     ends = [job[-1] for job in jobs]
     if recorded(path) or ends != list(range(1, len(ends) + 1)):
-        write_json(path, {"last_iterations": ends})
+        write_sealed(path, {"last_iterations": ends})

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from llmppo.errors import LlmppoError
-from llmppo.files import read_json, write_json
+from llmppo.files import read_json, write_sealed
 
 HELD = "LLMPPO_HOLDS"  # the lock that a parent process holds for this one
 HOME = ".home.json"
@@ -43,8 +43,20 @@ def check_home(results: str) -> None:
 
 
 def settle(results: str) -> None:
-    """Make the working directory the home of a results folder."""
-    write_json(Path(results) / HOME, {"directory": os.getcwd()})
+    """Make the working directory the home of a results folder, and this moment the latest time of its files."""
+    write_sealed(Path(results) / HOME, {"directory": os.getcwd()})
+    leave_future(Path(results))
+
+
+def leave_future(results: Path) -> None:
+    """Give files from the future this moment's time.
+
+    Where the clock went backwards, Snakemake would throw away all that is made of them: it is older than they.
+    """
+    now = time.time()
+    for path in results.rglob("*"):
+        if path.is_file() and path.stat().st_mtime > now:
+            os.utime(path, (now, now))
 
 
 def _open(path: Path) -> IO[str]:

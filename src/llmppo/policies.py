@@ -76,6 +76,15 @@ def may_be_pruned(folder: Path) -> Callable[[str], bool]:
     return lambda name: _prunable(name) or (pruned and name.endswith(".safetensors"))
 
 
+def is_whole(path: Path, optimizer: bool) -> bool:
+    """Whether a policy has all files of its manifest; its optimizer state only where `optimizer` asks for it."""
+    try:
+        names = read_json(path / MANIFEST)["files"]
+    except ArtefactError:
+        return False
+    return all((path / name).is_file() for name in names if optimizer or not _prunable(name))
+
+
 def _is_pruned(path: Path) -> bool:
     """Whether a policy lost its weights to `prune`, all of them at once."""
     if not (path / MANIFEST).is_file():

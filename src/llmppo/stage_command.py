@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 import click
 
-from llmppo.errors import ConfigError, LlmppoError, machine_fault
+from llmppo.errors import ConfigError, LlmppoError, machine_fault, memory_fault
 from llmppo.files import MANIFEST, write_json
 from llmppo.process import die_with_workflow, is_rank, redirect_output, run_ranks, thread_environment
 from llmppo.worker.client import delegate, offered
@@ -112,7 +112,8 @@ def run_stage(
         _say(f"{name}: interrupted", terminal)
         return 130
     except Exception as error:
-        if fault := machine_fault(error, options.get("out") or options.get("chain")):
+        place = options.get("out") or options.get("chain")
+        if fault := machine_fault(error, place) or memory_fault(error, stage):
             _say(f"{name}: error: {fault}", terminal)
             return 1
         if terminal is None:

@@ -64,10 +64,9 @@ def _check_folder(folder: Path) -> None:
 
 
 def _read_parquet(path: Path) -> None:
-    """Read all of a file, so that the checksum of every page is compared."""
-    from llmppo.trajectories.schema import read_table
+    from llmppo.trajectories.schema import check_table
 
-    read_table(path)
+    check_table(path)
 
 
 CHECKS: dict[str, Callable[[Path], Any]] = {".parquet": _read_parquet, ".json": read_json}

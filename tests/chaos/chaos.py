@@ -24,8 +24,15 @@ for name, value in (
 ):
     os.environ[name] = value
 
+import clocks  # noqa: E402, F401
+import damage  # noqa: E402, F401
 import disks  # noqa: E402, F401
 import kills  # noqa: E402, F401
+import memory  # noqa: E402, F401
+import rewards  # noqa: E402, F401
+import rivals  # noqa: E402, F401
+import signals  # noqa: E402, F401
+import trackers  # noqa: E402, F401
 from benches import Bench, Lane, Stage, stages_of  # noqa: E402
 from outcomes import KINDS, LOST, UNCLEAR, WRONG, Outcome, Skip  # noqa: E402
 

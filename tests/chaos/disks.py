@@ -1,14 +1,17 @@
 """Disks: full ones, in every stage; folders that can only be read; paths that shells and URIs would misread."""
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from random import Random
 
-from benches import Bench, Lane
+from benches import CONFIG, HERE, TASK, Bench, Lane
 from outcomes import LOST, WRONG, Outcome, Skip, kind
+
+from llmppo.files import read_json
 
 PAGE = 4096
 
@@ -66,4 +69,96 @@ def full_disk(lane: Lane, rng: Random, number: int) -> Outcome:
         again = bench.do(stage)
         outcome.complain(WRONG, [again.text[-1500:]] if again.status else [])
         outcome.same(bench.differences())
+    return outcome
+
+
+@kind("full disk under a run", cases=6, sample=1)
+def full_disk_of_run(lane: Lane, rng: Random, number: int) -> Outcome:
+    """Working directory, results, and Snakemake's notes on a disk that fills up in the middle of a run."""
+    bench, outcome = lane.runs, Outcome()
+    bench.empty()
+    with mounted(bench.folder, "-t", "tmpfs", "-o", "size=64m", "chaos"):
+        for name in (CONFIG, TASK):
+            shutil.copy(HERE / name, bench.folder)
+        size = 20_000 if number == 0 else rng.randrange(50_000, 5_000_000)
+        mount("-o", f"remount,size={size}", bench.folder)
+        terminal = bench.folder.parent / "terminal.txt"
+        ended = bench.end_run(bench.start_run(terminal=terminal), terminal=terminal)
+        before = bench.done(lane.stages)
+        if ended.status:
+            outcome.told(ended.text, "No space left on device")
+        mount("-o", "remount,size=64m", bench.folder)
+        again = bench.end_run(bench.start_run(terminal=terminal), terminal=terminal)
+        outcome.complain(LOST, bench.lost(before))
+        outcome.complain(WRONG, [again.text[-1500:]] if again.status else [])
+        outcome.same(bench.differences())
+    return outcome
+
+
+@kind("read-only input", cases=14, sample=2)
+def read_only_input(lane: Lane, rng: Random, number: int) -> Outcome:
+    """A stage's inputs lie where nothing can be written: it doesn't mind."""
+    bench, outcome = lane.bench, Outcome()
+    stage = lane.repeatable[number % len(lane.repeatable)]
+    bench.without(stage)
+    inputs = [
+        bench.chain / "policy" / "0002",
+        bench.chain / "policy" / "0003",
+        *(bench.results / "shared").iterdir(),
+    ]
+    with ExitStack() as stack:
+        for folder in inputs:
+            if not any(folder in (bench.folder / file).parents for file in (*stage.outputs, stage.log)):
+                stack.enter_context(mounted(folder, "--bind", folder))
+                mount("-o", "remount,ro,bind", folder)
+        ended = bench.do(stage)
+        outcome.complain(WRONG, [f"{stage.name}: {ended.text[-1500:]}"] if ended.status else [])
+    outcome.same(bench.differences())
+    return outcome
+
+
+@kind("read-only results", cases=12, sample=2)
+def read_only_results(lane: Lane, rng: Random, number: int) -> Outcome:
+    bench, outcome = lane.bench, Outcome()
+    stage = rng.choice(lane.repeatable)
+    bench.without(stage)
+    before = bench.others(stage)
+    with mounted(bench.results, "--bind", bench.results):
+        mount("-o", "remount,ro,bind", bench.results)
+        ended = bench.do(stage) if number % 4 else bench.run()
+        outcome.told(ended.text, "ead-only file system", "another folder")
+    outcome.complain(LOST, bench.lost(before))
+    bench.do(stage)
+    outcome.same(bench.differences())
+    return outcome
+
+
+ODD = (
+    "with space",
+    "ünïcødé ∆ 🙂",
+    "it's",
+    'so "called"',
+    "$HOME & co; #1",
+    "100% [x]*?",
+    "back\\slash",
+    "{braces}",
+    "~tilde",
+    "a/b c/d",
+)
+
+
+@kind("odd results path", cases=len(ODD), sample=1)
+def odd_path(lane: Lane, rng: Random, number: int) -> Outcome:
+    """A whole run into a folder that shells, URIs or patterns would misread."""
+    bench, outcome = lane.runs, Outcome()
+    bench.empty()
+    name = f"./{ODD[number]}"
+    ended = bench.run("--results", name)
+    if ended.status:
+        outcome.told(ended.text, "results")
+        return outcome
+    bench.results.parent.joinpath(name).rename(bench.results)
+    tracked = read_json(bench.chain / "tracking.json")
+    outcome.complain(WRONG, [] if tracked["ok"] else [str(tracked)])
+    outcome.same([f"{name}: {difference}" for difference in bench.differences()])
     return outcome

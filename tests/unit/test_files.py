@@ -16,6 +16,7 @@ from llmppo.files import (
     read_json,
     write_json,
     write_manifest,
+    write_sealed,
 )
 
 
@@ -85,3 +86,22 @@ def test_json_that_is_cut_off_is_named(tmp_path: Path) -> None:
 
 def test_a_digest_ignores_the_order_of_keys() -> None:
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1}) != digest({"a": 1, "b": 3})
+
+
+@pytest.mark.parametrize("edit", [('"a": 1', '"a": 3'), ('"b"', '"d"'), ('"sha256": "', '"sha256": "0')])
+def test_a_sealed_file_knows_of_every_change(tmp_path: Path, edit: tuple[str, str]) -> None:
+    file = tmp_path / "m.json"
+    write_sealed(file, {"b": [0.1, None], "a": 1, 7: "seven"})
+    assert read_json(file) == {"b": [0.1, None], "a": 1, "7": "seven"}
+    file.write_text(file.read_text().replace(*edit))
+    with pytest.raises(ArtefactError, match=r"m\.json differs from its checksum"):
+        read_json(file)
+
+
+def test_files_that_are_skipped_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_bytes(b"w")
+    write_manifest(tmp_path)
+    (tmp_path / "weights").write_bytes(b"v")
+    check_manifest(tmp_path, skip=lambda name: name == "weights")
+    with pytest.raises(ArtefactError, match="weights differs"):
+        check_manifest(tmp_path)

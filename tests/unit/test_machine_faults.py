@@ -1,36 +1,45 @@
-"""Disks that are full or read-only are told in words, from whatever library met them."""
+"""Disks that are full or read-only, and memory that runs out, are told in words, from whatever library met them."""
 
 import errno
+import os
+import stat
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llmppo.errors import machine_fault
-
-FULL = Path("/dev/full")  # every write to it finds no room
-
-pytestmark = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full")
+from llmppo.errors import machine_fault, memory_fault
 
 
-def by_python():
-    with open(FULL, "w") as file:
+@pytest.fixture
+def full(tmp_path: Path) -> Path:
+    """A device of its own like /dev/full: every write to it finds no room."""
+    path = tmp_path / "full"
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 7))
+    except PermissionError:
+        pytest.skip("only root can make a device")
+    return path
+
+
+def by_python(path):
+    with open(path, "w") as file:
         file.write("x" * 100_000)
 
 
-def by_arrow():
-    pq.write_table(pa.table({"a": [1]}), "/dev/full")
+def by_arrow(path):
+    pq.write_table(pa.table({"a": [1]}), path)
 
 
 @pytest.mark.parametrize("write", [by_python, by_arrow])
-def test_a_full_disk_is_told_with_its_place(write):
+def test_a_full_disk_is_told_with_its_place(write, full):
     with pytest.raises(OSError) as caught:  # noqa: PT011
-        write()
+        write(full)
     told = machine_fault(caught.value, "results/policy/0001")
     assert told is not None
     assert "No space left on device; make room" in told
-    assert "results/policy/0001" in told or "/dev/full" in told
+    assert "results/policy/0001" in told or "full" in told
 
 
 def test_the_words_of_rust_libraries_are_understood():
@@ -44,3 +53,15 @@ def test_the_words_of_rust_libraries_are_understood():
 def test_other_errors_are_none_of_the_machine():
     assert machine_fault(FileNotFoundError(errno.ENOENT, "absent")) is None
     assert machine_fault(ValueError("[Errno of a different kind] 28")) is None
+
+
+def test_memory_that_runs_out_names_the_knobs():
+    told = memory_fault(
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate"), "update"
+    )
+    assert told is not None
+    assert "ppo.micro_batch_size_per_gpu" in told
+    arrow = memory_fault(pa.ArrowMemoryError("malloc of size 64 failed"), "rollout")
+    assert arrow is not None
+    assert "rollout.hf_generate_chunk_size" in arrow
+    assert memory_fault(ValueError("no"), "update") is None

@@ -1,12 +1,13 @@
 """A results folder belongs to one run at a time, and to the directory that knows how it was made."""
 
-import json
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from llmppo.errors import LlmppoError
+from llmppo.files import read_json
 from llmppo.ownership import HELD, check_home, hold, hold_for_good, near, settle
 
 
@@ -43,5 +44,16 @@ def test_a_second_holder_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.delenv(HELD)
     kept = hold_for_good(str(lock), str(lock.parent))
     assert kept is not None
-    assert json.loads((lock.parent / ".home.json").read_text()) == {"directory": os.getcwd()}
+    assert read_json(lock.parent / ".home.json") == {"directory": os.getcwd()}
     kept.close()
+
+
+def test_files_from_the_future_get_this_moments_time(tmp_path: Path) -> None:
+    """Else Snakemake throws away whatever is made of them, until the clock has caught up."""
+    now = time.time()
+    for name, age in (("old", 1000), ("future", -1000)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (now - age, now - age))
+    settle(str(tmp_path))
+    assert (tmp_path / "old").stat().st_mtime == pytest.approx(now - 1000, abs=1)
+    assert now <= (tmp_path / "future").stat().st_mtime <= time.time()

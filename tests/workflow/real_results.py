@@ -5,14 +5,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+from llmppo.files import read_json
+
 # Pages, cards and the tracker show times; the rest may not depend on when or where a stage ran.
 TIMED_FOLDERS = ("logs", "benchmarks", "report", "mlartifacts")
 TIMED_FILES = ("mlflow.db", "tracking.json", ".run.lock", ".home.json", "README.md")
 
 
 def without_times(path: Path) -> Any:
-    """A metrics file less its clock readings and what the machine gave."""
-    content = json.loads(path.read_text())
+    """A metrics file less its clock readings, what the machine gave, and the checksum over them."""
+    content = read_json(path)
     content.pop("finished_at")
     for metrics in (content.get("metrics", {}), *content.get("steps", [])):
         for name in [name for name in metrics if name.startswith(("time/", "perf/"))]:

@@ -25,7 +25,7 @@ from llmppo.config import VLLMConfig
 from llmppo.engines.vllm import engine_environment, require_vllm
 from llmppo.engines.vllm_client import POLL_S, UNIX, call, is_healthy
 from llmppo.errors import EngineError
-from llmppo.files import digest
+from llmppo.files import MANIFEST, check_manifest, digest
 from llmppo.process import WORKFLOW, start_server, thread_environment
 from llmppo.worker.place import private_folder, process_start
 
@@ -76,6 +76,9 @@ def ensure_server(
     with _alone(base):
         if is_healthy(url):
             return url
+        model = Path(str(arguments["model"]))
+        if (model / MANIFEST).is_file():
+            check_manifest(model)
         place.unlink(missing_ok=True)  # left by a server that was killed
         if sleeps:
             base.with_suffix(".sleep").touch()

@@ -13,6 +13,7 @@ from llmppo.config import EnvConfig, SamplingConfig
 from llmppo.envs.harness import RolloutHarness
 from llmppo.envs.protocol import TextEnvironment
 from llmppo.errors import RAISED_BY_USERS, ArtefactError, ConfigError, EnvironmentFault, LlmppoError
+from llmppo.files import MANIFEST, check_manifest
 from llmppo.imports import load_callable
 
 DATASET_FILES = {"train_path": "train.jsonl", "eval_path": "eval.jsonl"}
@@ -55,6 +56,8 @@ def _dataset_paths(signature: inspect.Signature, config: EnvConfig, dataset: Pat
     for path in paths.values():
         if not path.is_file():
             raise ArtefactError(f"{path} does not exist; run the dataset stage first")
+    if (dataset / MANIFEST).is_file():
+        check_manifest(dataset)
     return paths
 
 

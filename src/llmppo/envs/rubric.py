@@ -49,7 +49,12 @@ class Reward:
             raise EnvironmentFault(
                 f"reward {name} returned {result!r} on row {where}; it returns a number, or (number, info)"
             )
-        return float(reward), dict(info)
+        try:
+            return float(reward), dict(info)
+        except OverflowError:
+            raise EnvironmentFault(
+                f"reward {name} returned a number beyond all floats on row {where}"
+            ) from None
 
 
 class Rubric:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from llmppo.config import LoraSection
-from llmppo.errors import ConfigError
+from llmppo.errors import ConfigError, NonFiniteError
 from llmppo.models.head import OutputHead
 from llmppo.models.layers import LayerRunner
 from llmppo.models.packing import BY_ROW, row_positions
@@ -344,6 +344,11 @@ class AdaptedModel:
         tokens = torch.arange(5, device=self.device)[None, :] % self.head.vocabulary
         with torch.no_grad(), self.router.using(((None, -1),)):
             expected = self.base(input_ids=tokens, use_cache=False).logits.float()
+            if not bool(torch.isfinite(expected).all()):
+                raise NonFiniteError(
+                    f"the logits of {type(self.base).__name__} are NaN or infinite before anything was trained: its weights are, or "
+                    f"overflow in {str(self.base.dtype).removeprefix('torch.')} (base_model)"
+                )
             ours = self.head.logits(self.hidden(tokens, ((None, -1),)))
             if not self._close(ours, expected):
                 raise ConfigError(

@@ -14,7 +14,7 @@ from llmppo.envs.loading import make_env
 from llmppo.envs.protocol import accepted_reset_arguments
 from llmppo.envs.scripted import play
 from llmppo.errors import EnvironmentFault
-from llmppo.files import write_json
+from llmppo.files import write_sealed
 from llmppo.seeding import derive_seed
 
 EPISODES = 4096
@@ -40,7 +40,7 @@ def run(settings: Mapping[str, Any], *, out: Path, dataset: Path | None = None) 
         notes.append(
             "The environment offers no references() or players(), so there is no floor to compare with."
         )
-    write_json(out, {"references": references, "measured": measured, "notes": notes})
+    write_sealed(out, {"references": references, "measured": measured, "notes": notes})
     levels = ", ".join(f"{name} {rate:.3f}" for name, rate in references.items())
     return f"baselines: {levels or 'none'}"
 

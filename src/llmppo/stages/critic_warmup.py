@@ -12,7 +12,7 @@ from typing import Any
 
 from llmppo.config import LoraSection
 from llmppo.errors import ArtefactError
-from llmppo.files import MANIFEST, sha256_file, write_json
+from llmppo.files import MANIFEST, sha256_file, write_sealed
 from llmppo.stages.loading import import_model_libraries, new_agent, require_split
 from llmppo.trajectories.parquet import read_episodes
 
@@ -69,7 +69,7 @@ def run(
         return None
     agent.save_checkpoint(out, base=sha256_file(base / MANIFEST), iteration=0)
     seconds = time.perf_counter() - started
-    write_json(
+    write_sealed(
         metrics,
         {"finished_at": time.time(), "steps": steps, "metrics": {**summary, "time/warmup_s": seconds}},
     )

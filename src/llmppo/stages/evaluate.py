@@ -13,7 +13,7 @@ from typing import Any
 
 from llmppo.config import EnvConfig, EvaluationConfig, SamplingConfig
 from llmppo.envs.loading import DATASET_FILES
-from llmppo.files import MANIFEST, sha256_file, write_json
+from llmppo.files import MANIFEST, sha256_file, write_sealed
 from llmppo.policies import resolve_policy
 from llmppo.stages.loading import import_model_libraries, is_stopped, load_tokenizer
 from llmppo.stages.sampler import policy_engine
@@ -128,7 +128,9 @@ def run(
         if name == evaluation.decoding[0]:
             metrics |= {f"eval/{key}": value for key, value in scores.items()}
     metrics["time/evaluate_s"] = time.perf_counter() - started
-    write_json(out / "metrics.json", {"iteration": iteration, "finished_at": time.time(), "metrics": metrics})
+    write_sealed(
+        out / "metrics.json", {"iteration": iteration, "finished_at": time.time(), "metrics": metrics}
+    )
     return (
         f"evaluation {iteration}: success {metrics['eval/success_rate']:.3f} "
         f"[{metrics['eval/success_ci_low']:.3f}, {metrics['eval/success_ci_high']:.3f}], {metrics['eval/n']:.0f} {evaluation.decoding[0]} episodes"
@@ -147,5 +149,5 @@ def _copy_evaluation(policy: Path, out: Path, iteration: int) -> int:
         with atomic_path(out / file.name) as temporary:
             shutil.copyfile(file, temporary)
     metrics = read_json(source / "metrics.json")
-    write_json(out / "metrics.json", {**metrics, "iteration": iteration, "stopped_at": int(target)})
+    write_sealed(out / "metrics.json", {**metrics, "iteration": iteration, "stopped_at": int(target)})
     return int(target)

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from llmppo.errors import ArtefactError
-from llmppo.files import MANIFEST, atomic_folder, read_json, write_manifest, write_text
+from llmppo.files import MANIFEST, atomic_folder, check_manifest, read_json, write_manifest, write_text
 from llmppo.models.quantized import quantization_of
 from llmppo.policies import resolve_policy
 from llmppo.provenance import provenance
@@ -129,6 +129,7 @@ def run(settings: Mapping[str, Any], *, base: Path, policy: Path, run_dir: Path,
 
     `settings`: {export: {merged}, name, description, threads}. Raises ArtefactError for a damaged policy.
     """
+    check_manifest(base)
     source = resolve_policy(policy)
     config = read_config(run_dir)
     section = config.get("base_model") or {}

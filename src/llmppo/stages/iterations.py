@@ -13,7 +13,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from llmppo.files import MANIFEST, atomic_folder, digest, read_json, sha256_file, write_json
+from llmppo.files import MANIFEST, atomic_folder, digest, read_json, sha256_file, write_sealed
 from llmppo.layout import ChainLayout, shards
 from llmppo.policies import Prunable, resolve_policy
 from llmppo.policies import prune as prune_policy
@@ -94,7 +94,7 @@ def _take_up(folder: Path, key: str) -> None:
     if note.exists() and read_json(note)["key"] == key:
         return
     shutil.rmtree(folder, ignore_errors=True)
-    write_json(note, {"key": key})
+    write_sealed(note, {"key": key})
 
 
 def _point_to(policy: Path, folder: Path) -> None:

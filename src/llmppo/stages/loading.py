@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmppo.config import LoraSection, PPOConfig, SamplingConfig
 from llmppo.errors import ArtefactError, ConfigError, LlmppoError
-from llmppo.files import MANIFEST, read_json
+from llmppo.files import MANIFEST, check_manifest, read_json
 from llmppo.policies import STOPPED
 
 if TYPE_CHECKING:
@@ -93,6 +93,14 @@ def _megabytes(model: Any) -> float:
     return sum(tensor.numel() * tensor.element_size() for tensor in model.parameters()) / 1e6
 
 
+def check_base(base: Path, weights: bool) -> dict[str, Any]:
+    """The manifest of a base model, its files compared with it; the weights only by who reads them: that takes long.
+
+    Raises ArtefactError.
+    """
+    return check_manifest(base, skip=lambda name: not weights and name.endswith(".safetensors"))
+
+
 def load_base(base: Path, device: str = "cpu") -> Any:
     """The frozen base model of a `base_model` folder, in the data type it was written in or quantised.
 
@@ -119,7 +127,7 @@ def _read_base(base: Path, device: str) -> Any:
 
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda, but this machine's PyTorch sees no GPU; set `device: cpu`")
-    manifest = read_json(base / MANIFEST)
+    manifest = check_base(base, weights=True)
     trust = bool(manifest.get("trust_remote_code", False))
     placement: dict[str, Any] = {"device_map": {"": device}} if manifest.get("quantization") else {}
     try:
@@ -141,7 +149,7 @@ def _read_base(base: Path, device: str) -> Any:
 def load_tokenizer(base: Path) -> Any:
     from transformers import AutoTokenizer
 
-    trust = bool(read_json(base / MANIFEST).get("trust_remote_code", False))
+    trust = bool(check_base(base, weights=False).get("trust_remote_code", False))
     return AutoTokenizer.from_pretrained(base, local_files_only=True, trust_remote_code=trust)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmppo.files import write_json
+from llmppo.files import write_sealed
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ def run(settings: Mapping[str, Any], *, uri: str, out: Path) -> str | None:
     except Exception as error:  # whatever a tracker and its database drivers raise
         reason = f"{type(error).__name__}: {error}".strip()
         log.warning("the tracker can't be initialised, training is not affected: %s", reason)
-        write_json(out, {"ok": False, "error": reason[:2000]})
+        write_sealed(out, {"ok": False, "error": reason[:2000]})
         return f"warning: the tracker can't be initialised ({reason.splitlines()[0][:200]})"
-    write_json(out, {"ok": True})
+    write_sealed(out, {"ok": True})
     return None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmppo.config import SamplingConfig, VLLMConfig
 from llmppo.process import SERVER_LOG
-from llmppo.stages.loading import load_actor
+from llmppo.stages.loading import check_base, load_actor
 
 if TYPE_CHECKING:
     from llmppo.engines.base import GenerationEngine
@@ -45,6 +45,7 @@ def policy_engine(
     ends = end_token_ids(tokenizer, _generation_config(base))
     stops = stop_strings(sampling, tokenizer)
     if config.mode == "in_process":
+        check_base(base, weights=True)
         if policy is None:
             arguments["enable_lora"] = False
         backend = InProcess(arguments, device=settings["device"])

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmppo.files import write_json
+from llmppo.files import write_sealed
 from llmppo.reporting.results import load_chain
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def run(
                 mirror.fail()
         reason = f"{type(error).__name__}: {error}".strip()
         log.warning("tracking failed, training is not affected: %s", reason)
-        write_json(out, {"ok": False, "error": reason[:2000]})
+        write_sealed(out, {"ok": False, "error": reason[:2000]})
         return f"warning: tracking {variant}, seed {seed} failed ({reason.splitlines()[0][:200]})"
-    write_json(out, {"ok": True, "run_id": mirror.run_id, "key": mirror.key, "new": new})
+    write_sealed(out, {"ok": True, "run_id": mirror.run_id, "key": mirror.key, "new": new})
     return f"tracked {variant}, seed {seed}: {new} new entries"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmppo.errors import ArtefactError
-from llmppo.files import MANIFEST, atomic_folder, read_json, sha256_file, write_json, write_manifest
+from llmppo.files import MANIFEST, atomic_folder, read_json, sha256_file, write_manifest, write_sealed
 from llmppo.policies import STOPPED, Prunable, resolve_policy
 from llmppo.policies import prune as prune_policy
 from llmppo.stages.loading import import_model_libraries, is_stopped, new_agent, require_split, saved_lora
@@ -99,7 +99,7 @@ def run(
         agent.last_outcome,
         {"stage": "update", "iteration": iteration, "settings": dict(settings)},
     )
-    write_json(metrics, {"iteration": iteration, "finished_at": time.time(), "metrics": values})
+    write_sealed(metrics, {"iteration": iteration, "finished_at": time.time(), "metrics": values})
     if prune is not None and iteration >= 2:
         prune_policy(policy.parent / f"{iteration - 2:04d}", prune)
     kl = values.get("actor/approx_kl")
@@ -144,7 +144,7 @@ def _pass_on(policy: Path, out: Path, advantages: Path, metrics: Path, iteration
     with atomic_folder(out) as folder:
         write_manifest(folder, kind=STOPPED, target=target, iteration=iteration)
     _write_columns(advantages, [], None, {"stage": "update", "iteration": iteration, "stopped": True})
-    write_json(
+    write_sealed(
         metrics,
         {"iteration": iteration, "finished_at": time.time(), "stopped_at": int(target), "metrics": {}},
     )

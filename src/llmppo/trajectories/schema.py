@@ -5,6 +5,7 @@ segments (`SEGMENT_LISTS`; one, starting at token 0, unless the context was rest
 and `failure`, which is null where the environment did its work.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,8 @@ from llmppo.errors import ArtefactError
 from llmppo.files import atomic_path, canonical_json
 
 SCHEMA_VERSION = 2
+METADATA = b"llmppo.metadata"
+SEAL = b"llmppo.metadata_sha256"
 
 TOKEN_LISTS: dict[str, pa.DataType] = {
     "token_ids": pa.int32(),
@@ -88,15 +91,24 @@ def list_values(column: pa.ChunkedArray, *, as_numpy: bool) -> list[Any]:
 
 
 def open_parquet(path: str | Path) -> pq.ParquetFile:
-    """Raises ArtefactError for a file that is absent or not Parquet."""
+    """Raises ArtefactError for a file that is absent, not Parquet, or whose metadata differ from their checksum."""
     try:
-        return pq.ParquetFile(path, page_checksum_verification=True)
+        file = pq.ParquetFile(path, page_checksum_verification=True)
+        facts = file.schema_arrow.metadata or {}
     except FileNotFoundError:
         raise ArtefactError(f"{path} does not exist; run the stage that writes it first") from None
     except (pa.ArrowException, OSError, ValueError) as error:  # a damaged name is no UTF-8
         raise ArtefactError(
             f"{path} is not a readable Parquet file ({error}); delete it and run the same command"
         ) from error
+    seal = facts.get(SEAL)
+    if seal is not None and seal.decode(errors="replace") != _seal(facts.get(METADATA, b"")):
+        raise ArtefactError(f"{path}: its metadata are damaged; delete it and run the same command")
+    return file
+
+
+def _seal(metadata: bytes) -> str:
+    return hashlib.sha256(metadata).hexdigest()
 
 
 def read_table(path: str | Path, columns: Sequence[str] | None = None) -> pa.Table:
@@ -107,6 +119,17 @@ def read_table(path: str | Path, columns: Sequence[str] | None = None) -> pa.Tab
         raise ArtefactError(f"{path} is damaged ({error}); delete it and run the same command") from error
 
 
+def check_table(path: str | Path) -> None:
+    """Read all of a file, every page against its checksum. Raises ArtefactError where something is other than written."""
+    table = read_table(path)
+    kind = (table.schema.metadata or {}).get(b"llmppo.schema", b"").decode(errors="replace")
+    schema = {"episodes": EPISODE_SCHEMA, "update": UPDATE_SCHEMA}.get(kind)
+    if schema is None or not table.schema.equals(schema, check_metadata=False):
+        raise ArtefactError(
+            f"{path} has other columns or types than were written; delete it and run the same command"
+        )
+
+
 def write_parquet(
     path: str | Path,
     kind: str,
@@ -115,10 +138,12 @@ def write_parquet(
     metadata: Mapping[str, Any],
 ) -> None:
     """Write columns atomically; `kind`, the version and `metadata` (as JSON) become file metadata."""
+    text = canonical_json(dict(metadata)).encode()
     facts = {
-        "llmppo.schema": kind,
-        "llmppo.schema_version": str(SCHEMA_VERSION),
-        "llmppo.metadata": canonical_json(dict(metadata)),
+        b"llmppo.schema": kind,
+        b"llmppo.schema_version": str(SCHEMA_VERSION),
+        METADATA: text,
+        SEAL: _seal(text),
     }
     arrays = [columns[field.name].cast(field.type) for field in schema]
     with atomic_path(path) as temporary:

@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from llmppo.errors import less_memory
 from llmppo.process import start_server, thread_environment
 from llmppo.worker.messages import INTERRUPT, receive, send
 from llmppo.worker.place import Place, find_place
@@ -131,7 +132,9 @@ def _request(connection: socket.socket, base: Path | None, arguments: list[str])
         status = os.waitstatus_to_exitcode(ended["status"])
         if status < 0:
             print(
-                f"llmppo: the stage's process was killed by {signal.Signals(-status).name}", file=sys.stderr
+                f"llmppo {arguments[0]}: error: its process was killed by {signal.Signals(-status).name}. "
+                f"If nobody did, memory ran out. {less_memory(arguments[0])}",
+                file=sys.stderr,
             )
         return status if status >= 0 else 128 - status
 
