@@ -51,16 +51,19 @@ def run_case(name: str, number: int, seed: int) -> Outcome | str:
     """One case; why it can't be where that is so."""
     assert LANE is not None
     kind = KINDS[name]
+    started = time.monotonic()
     try:
-        return kind.run(LANE, Random(f"{seed} {name} {number}"), number)
+        outcome = kind.run(LANE, Random(f"{seed} {name} {number}"), number)
     except Skip as reason:
         return str(reason)
     except Exception:  # a hang, or what the harness did not expect
-        return Outcome(kind.faults, complaints=[(UNCLEAR, traceback.format_exc())])
+        outcome = Outcome(kind.faults, complaints=[(UNCLEAR, traceback.format_exc())])
+    outcome.seconds = time.monotonic() - started
+    return outcome
 
 
 def table(outcomes: dict[str, list[Outcome | str]]) -> Iterator[str]:
-    columns = ("injected", "recovered to the same hashes", "clear errors", WRONG, LOST, UNCLEAR)
+    columns = ("injected", "recovered to the same hashes", "clear errors", WRONG, LOST, UNCLEAR, "seconds")
     width = max(map(len, outcomes))
     yield f"{'kind':{width}}  " + "  ".join(columns)
     totals = [0] * len(columns)
@@ -75,6 +78,7 @@ def table(outcomes: dict[str, list[Outcome | str]]) -> Iterator[str]:
             sum(outcome.recovered for outcome in known),
             sum(outcome.clear for outcome in known),
             *(complaints.count(what) for what in (WRONG, LOST, UNCLEAR)),
+            round(sum(outcome.seconds for outcome in known)),
         ]
         totals = [total + number for total, number in zip(totals, numbers, strict=True)]
         yield f"{name:{width}}  " + "  ".join(f"{n:{len(c)}}" for n, c in zip(numbers, columns, strict=True))

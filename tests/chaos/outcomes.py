@@ -19,6 +19,7 @@ class Outcome:
     faults: int = 1
     recovered: int = 0  # after them the same command gave the hashes of an undisturbed run
     clear: int = 0  # errors that name what is wrong
+    seconds: float = 0.0  # that the case took
     complaints: list[tuple[str, str]] = field(default_factory=list)
 
     def complain(self, what: str, texts: Iterable[str]) -> None:
