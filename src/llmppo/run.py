@@ -7,6 +7,7 @@ Snakemake redoes only what is incomplete.
 import math
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from typing import Any
 import click
 import yaml
 
-from llmppo.errors import ConfigError, LlmppoError
+from llmppo.errors import NO_ROOM, ConfigError, LlmppoError
 from llmppo.experiment import merge, parse_experiment, read_values
 from llmppo.files import write_text
 from llmppo.ownership import HELD, check_home, hold, refusal, settle
@@ -34,6 +35,7 @@ REFUSED = 73  # sysexits' EX_CANTCREAT: another run holds the results
 POLL_S = 0.5
 GRACE_S = 5  # from a signal to the kill
 TAIL_LINES = 30
+FULL_BYTES = 16 * 2**20
 DRY_RUN = frozenset(("-n", "-np", "--dry-run", "--dryrun"))
 PROFILE = Path("profiles/default/profile.yaml")
 
@@ -180,6 +182,14 @@ def follow(command: list[str], plan: Plan, log: Path, lock: int) -> tuple[int, S
     return (status if status >= 0 else 128 - status), reader
 
 
+def full_disk(folder: str) -> str | None:
+    """That the disk of a folder is as good as full, in words: then the logs have no room to say it."""
+    free = shutil.disk_usage(folder).free
+    if free > FULL_BYTES:
+        return None
+    return f"error: the disk of {os.path.abspath(folder)} has {free / 2**20:.1f} MiB left; {NO_ROOM}, and the same command goes on"
+
+
 def explain_failure(reader: SnakemakeLog) -> None:
     """The failed rules and the ends of their logs; without a failed rule the end of Snakemake's own."""
     for job in reader.failed:
@@ -242,6 +252,8 @@ def run_experiment(values: dict[str, Any], plan: Plan, cores: str, snakemake_arg
             _say(f"stopped. Snakemake's log: {log}")
         elif status:
             explain_failure(reader)
+            for fault in {full_disk(folder) for folder in (".", plan.layout.results)} - {None}:
+                _say(f"llmppo run: {fault}")
         else:
             if not reader.total:
                 _say("all of it was done before; nothing ran")

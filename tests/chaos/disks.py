@@ -86,7 +86,7 @@ def full_disk_of_run(lane: Lane, rng: Random, number: int) -> Outcome:
         ended = bench.end_run(bench.start_run(terminal=terminal), terminal=terminal)
         before = bench.done(lane.stages)
         if ended.status:
-            outcome.told(ended.text, "No space left on device")
+            outcome.told(ended.text, "make room there")
         mount("-o", "remount,size=64m", bench.folder)
         again = bench.end_run(bench.start_run(terminal=terminal), terminal=terminal)
         outcome.complain(LOST, bench.lost(before))
@@ -160,5 +160,8 @@ def odd_path(lane: Lane, rng: Random, number: int) -> Outcome:
     bench.results.parent.joinpath(name).rename(bench.results)
     tracked = read_json(bench.chain / "tracking.json")
     outcome.complain(WRONG, [] if tracked["ok"] else [str(tracked)])
-    outcome.same([f"{name}: {difference}" for difference in bench.differences()])
+    differences = [
+        text for text in bench.differences() if "shared/mlflow" not in text
+    ]  # named by the store's URI
+    outcome.same([f"{name}: {text}" for text in differences])
     return outcome
