@@ -58,6 +58,9 @@ class ActionResult(NamedTuple):
 class LLMPPO(Bookkeeping):
     """Turn-level PPO agent.
 
+    Made in a process group of several ranks (`torchrun`), it shards the base's layers over them and shares each learn call's
+    micro-batches with them: all ranks make the same calls, and have the same adapters afterwards.
+
     Args:
         pad_token_id: Id of the padding token. It may equal the end token: lengths are explicit.
         pad_token: The padding token itself; kept for the caller's convenience.
