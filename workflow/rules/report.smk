@@ -13,6 +13,12 @@ rule report:
             category="Experiment",
             labels={"experiment": PLAN.experiment.name, "content": "report"},
         ),
+        rollouts=report(
+            LAYOUT.rollouts_page,
+            caption="../report/rollouts.rst",
+            category="Experiment",
+            labels={"experiment": PLAN.experiment.name, "content": "rollouts"},
+        ),
         figure=report(
             LAYOUT.figure,
             caption="../report/learning_curve.rst",

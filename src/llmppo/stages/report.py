@@ -14,6 +14,7 @@ from llmppo.provenance import provenance
 from llmppo.reporting.comparison import compare, comparison_csv, results_tex
 from llmppo.reporting.page import Baselines, build_page, number, shown_config
 from llmppo.reporting.results import finite, load_chains
+from llmppo.reporting.rollouts_page import build_rollouts_page
 from llmppo.reporting.summary import VariantSummary, summarize, summary_csv
 
 
@@ -44,7 +45,7 @@ def headline(variants: list[VariantSummary]) -> str:
 
 
 def run(settings: Mapping[str, Any], *, results: Path, baselines: Path | None, out: Path) -> str:
-    """Write the page `out`, and beside it `figures/`, `summary.csv`, `results.tex` and `experiment.yaml`.
+    """Write the page `out`, and beside it `figures/`, `rollouts.html`, `summary.csv`, `results.tex` and `experiment.yaml`.
 
     With several variants `comparison.csv` too.
     `settings` is the whole experiment config, `results` its folder `R/E`.
@@ -66,5 +67,7 @@ def run(settings: Mapping[str, Any], *, results: Path, baselines: Path | None, o
     if comparisons:
         write_text(out.parent / "comparison.csv", comparison_csv(comparisons))
     write_text(out.parent / "experiment.yaml", shown_config(config))
+    chains = [chain for variant in variants for chain in variant.chains]
+    write_text(out.parent / "rollouts.html", build_rollouts_page(config, chains))
     write_text(out, html)
     return f"report: {out} ({headline(variants)})"
