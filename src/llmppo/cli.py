@@ -418,6 +418,7 @@ for command in (
         option("results", FOLDER, "Folder of the experiment: `<results>/<experiment>`."),
         option("baselines", FILE, "Floors and bounds of the environment.", required=False),
         option("out", FILE, "HTML file to write; figures and tables lie beside it."),
+        click.Option(["--tracked"], is_flag=True, help="Link to the runs that `track` will log."),
     ),
 ):
     main.add_command(command)

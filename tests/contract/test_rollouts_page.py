@@ -1,6 +1,5 @@
 """The report's page of rollouts in a real browser: what the filters show, how replies are coloured, that it loads nothing."""
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,19 +88,6 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out.parent.mkdir()
     out.write_text(build_rollouts_page(config, load_chains(root, ["main"], [0, 1])), encoding="utf-8")
     return out
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make browser")
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if program is None:
-        pytest.skip("no Chromium is installed (Debian's package: chromium)")
-    with sync_api.sync_playwright() as playwright:
-        # Without its sandbox, which a container that runs as root can't set up; it opens only files made here.
-        opened = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield opened
-        opened.close()
 
 
 @pytest.fixture

@@ -4,9 +4,13 @@ import json
 import logging
 import os
 import shutil
+import signal
+import socket
 import sqlite3
 import subprocess
 import sys
+import time
+import urllib.request
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,7 +21,7 @@ from llmppo.config import ExperimentConfig
 from llmppo.experiment import variant_config
 from llmppo.reporting.results import load_chain
 from llmppo.stage_settings import stage_settings
-from llmppo.stages import mlflow_init, track
+from llmppo.stages import mlflow_init, report, track
 from llmppo.testing.results import game_config, write_chain, write_results
 from llmppo.tracking.content import MAX_PARAM, chain_entries, config_hash, flatten, legal
 from llmppo.tracking.mirror import Mirror, connect, digest_tags, digests_in, initialise, sqlite_path
@@ -392,3 +396,81 @@ def test_extending_keeps_the_config_hash_and_learning_settings_change_it() -> No
 )
 def test_database_file_of_a_uri(uri: str, path: Path | None) -> None:
     assert sqlite_path(uri) == path
+
+
+def run_page(study: Study) -> str:
+    return (study.run_dir / "mlflow.html").read_text(encoding="utf-8")
+
+
+def test_the_report_links_to_the_run_and_the_run_to_the_report(tmp_path: Path, store: Path) -> None:
+    study = Study(tmp_path, store)
+    page = study.folder / "report" / "report.html"
+    settings = stage_settings(study.config, "report")
+    report.run(settings, results=study.folder, baselines=None, out=page)
+    assert "MLflow run" not in page.read_text(encoding="utf-8")
+    report.run(settings, results=study.folder, baselines=None, out=page, tracked=True)
+    assert '<a href="../main/seed-0/mlflow.html">MLflow run</a>' in page.read_text(encoding="utf-8")
+    run_id = study.track()["run_id"]
+    run = connect(study.uri).get_run(run_id)
+    own = f"#/experiments/{run.info.experiment_id}/runs/{run_id}"
+    assert f'<a href="http://127.0.0.1:5000/{own}">' in run_page(study)
+    note = run.data.tags["mlflow.note.content"]
+    assert note == f"{study.config.description}\n\nReport: [report.html]({own}/artifacts/report/report.html)"
+
+
+def test_a_chain_that_is_not_tracked_says_why_where_its_run_would_be(tmp_path: Path, store: Path) -> None:
+    study = Study(tmp_path, store)
+    assert study.track(uri="sqlite:////proc/no/such.db")["ok"] is False
+    assert "main, seed 0 is not in MLflow: " in run_page(study)
+    assert "href" not in run_page(study)
+
+
+@pytest.mark.slow
+def test_the_links_work_in_the_real_ui(tmp_path: Path, store: Path, browser: Any) -> None:
+    study = Study(tmp_path, store)
+    settings = stage_settings(study.config, "report")
+    report.run(settings, results=study.folder, baselines=None, out=study.folder / "report" / "report.html")
+    study.track()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        "--backend-store-uri",
+        study.uri,
+        "--port",
+        str(port),
+    ]
+    server = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        wait_for(f"http://127.0.0.1:{port}/health")
+        page = browser.new_page()
+        page.goto(f"file://{study.run_dir / 'mlflow.html'}")
+        address = page.locator("a").get_attribute("href").replace(":5000", f":{port}")
+        page.goto(address)
+        page.get_by_text("main/seed-0").first.wait_for(timeout=60_000)
+        back = page.get_by_role("link", name="report.html").get_attribute("href", timeout=60_000)
+        page.goto(f"http://127.0.0.1:{port}/{back}")
+        shown = page.frame_locator("iframe").get_by_role("heading", name="guess-number")
+        shown.first.wait_for(timeout=60_000)
+        page.close()
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def wait_for(address: str) -> None:
+    """Until a server answers."""
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            urllib.request.urlopen(address, timeout=5).close()
+            return
+        except OSError:
+            assert time.monotonic() < deadline, f"{address} does not answer"
+            time.sleep(0.3)

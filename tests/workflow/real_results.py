@@ -9,7 +9,7 @@ from llmppo.files import read_json
 
 # Pages, cards and the tracker show times; the rest may not depend on when or where a stage ran.
 TIMED_FOLDERS = ("logs", "benchmarks", "report", "mlartifacts")
-TIMED_FILES = ("mlflow.db", "tracking.json", ".run.lock", ".home.json", "README.md")
+TIMED_FILES = ("mlflow.db", "tracking.json", "mlflow.html", ".run.lock", ".home.json", "README.md")
 
 
 def without_times(path: Path) -> Any:

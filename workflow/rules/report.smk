@@ -41,6 +41,8 @@ rule report:
     resources:
         mem_mb=PLAN.resources("report").mem_mb,
         runtime=PLAN.resources("report").runtime,
+        # A choice of links, not a param: another tracker must not redo the report.
+        tracked="--tracked" if PLAN.experiment.tracking.mlflow else "",
     params:
         env=environment("report"),
         settings=PLAN.settings_json("report"),
@@ -48,4 +50,4 @@ rule report:
         results=lambda wildcards, output: str(Path(output.html).parents[1]),
     shell:
         "{params.env} exec llmppo report --settings {params.settings:q} --results {params.results:q}"
-        " --baselines {input.baselines:q} --out {output.html:q} --log {log:q}"
+        " --baselines {input.baselines:q} --out {output.html:q} {resources.tracked} --log {log:q}"

@@ -19,7 +19,7 @@ from llmppo.reporting.checks import run_checks
 from llmppo.reporting.comparison import Comparison
 from llmppo.reporting.formats import format_sections
 from llmppo.reporting.panels import draw_panels
-from llmppo.reporting.results import Chain
+from llmppo.reporting.results import RUN_PAGE, Chain
 from llmppo.reporting.statistics import Estimate
 from llmppo.reporting.summary import SUCCESS, VariantSummary, settled
 from llmppo.reporting.templating import render
@@ -163,8 +163,8 @@ def episode_axis(
     return counts, shared or None
 
 
-def files_of(chain: Chain, results: Path, report: Path) -> list[tuple[str, str]]:
-    """(label, link relative to the page) of what a chain left on disk."""
+def files_of(chain: Chain, report: Path, tracked: bool) -> list[tuple[str, str]]:
+    """(label, link relative to the page) of what a chain left on disk, and of its run in MLflow where it gets one."""
     import os
 
     candidates = [("exported model", chain.folder / "export"), ("config", chain.folder / "config.yaml")]
@@ -175,7 +175,9 @@ def files_of(chain: Chain, results: Path, report: Path) -> list[tuple[str, str]]
         ("rollouts and advantages", chain.folder / "iterations"),
         ("policies", chain.folder / "policy"),
     ]
-    return [(label, os.path.relpath(path, report.parent)) for label, path in candidates if path.exists()]
+    links = [(label, path) for label, path in candidates if path.exists()]
+    links += [("MLflow run", chain.folder / RUN_PAGE)] if tracked else []
+    return [(label, os.path.relpath(path, report.parent)) for label, path in links]
 
 
 def shown_config(config: ExperimentConfig) -> str:
@@ -227,6 +229,7 @@ def build_page(
     results: Path,
     page: Path,
     versions: Mapping[str, str],
+    tracked: bool,
 ) -> str:
     """Draw all figures to `figures/` beside `page` and return the HTML text."""
     folder = page.parent / "figures"
@@ -264,7 +267,7 @@ def build_page(
         eval_episodes=evaluated_episodes(config, chains),
         phases=update_phases(chains),
         transcripts=[(v, *_transcripts(v, config)) for v in variants],
-        files=[(chain, found) for chain in chains if (found := files_of(chain, results, page))],
+        files=[(chain, found) for chain in chains if (found := files_of(chain, page, tracked))],
         config_yaml=shown_config(config),
         versions=versions,
         css_light=theme.css_variables(dark=False),

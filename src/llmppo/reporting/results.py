@@ -15,6 +15,8 @@ import yaml
 
 from llmppo.files import read_json
 
+RUN_PAGE = "mlflow.html"  # in a chain's folder: leads to its run
+
 
 @dataclass(frozen=True)
 class Record:

@@ -44,11 +44,14 @@ def headline(variants: list[VariantSummary]) -> str:
     return f"success {', '.join(parts)}" if parts else "nothing evaluated yet"
 
 
-def run(settings: Mapping[str, Any], *, results: Path, baselines: Path | None, out: Path) -> str:
+def run(
+    settings: Mapping[str, Any], *, results: Path, baselines: Path | None, out: Path, tracked: bool = False
+) -> str:
     """Write the page `out`, and beside it `figures/`, `rollouts.html`, `summary.csv`, `results.tex` and `experiment.yaml`.
 
     With several variants `comparison.csv` too.
-    `settings` is the whole experiment config, `results` its folder `R/E`.
+    `settings` is the whole experiment config, `results` its folder `R/E`. With `tracked` the page links to the pages
+    that the `track` stage will write.
     """
     config = parse_experiment(settings, "the report's settings")
     variants = summarize(load_chains(results, config.variants, config.seeds))
@@ -61,6 +64,7 @@ def run(settings: Mapping[str, Any], *, results: Path, baselines: Path | None, o
         results=results,
         page=out,
         versions=provenance(),
+        tracked=tracked,
     )
     write_text(out.parent / "summary.csv", summary_csv(variants, config.ppo.batch_size))
     write_text(out.parent / "results.tex", results_tex(variants, comparisons))

@@ -10,10 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmppo.files import write_sealed
-from llmppo.reporting.results import load_chain
+from llmppo.files import write_sealed, write_text
+from llmppo.reporting.results import RUN_PAGE, load_chain
+from llmppo.reporting.templating import render
 
 log = logging.getLogger(__name__)
+
+LOCAL_UI = "http://127.0.0.1:5000"  # where `llmppo ui` serves a store that is a file
 
 
 def run(
@@ -26,7 +29,7 @@ def run(
     uri: str,
     out: Path,
 ) -> str:
-    """Bring the chain's MLflow run up to date and write the marker `out`.
+    """Bring the chain's MLflow run up to date; write the marker `out`, and a page with a link to the run beside it.
 
     `settings`: {tracking, config}, the config being that of the resolved variant. Raises ArtefactError for a
     damaged metrics file, and nothing for what the tracker does.
@@ -44,7 +47,18 @@ def run(
                 mirror.fail()
         reason = f"{type(error).__name__}: {error}".strip()
         log.warning("tracking failed, training is not affected: %s", reason)
+        _write_page(out, variant, seed, reason=reason)
         write_sealed(out, {"ok": False, "error": reason[:2000]})
         return f"warning: tracking {variant}, seed {seed} failed ({reason.splitlines()[0][:200]})"
+    address = f"{uri.rstrip('/') if uri.startswith('http') else LOCAL_UI}/#{mirror.page}"
+    _write_page(out, variant, seed, address=address)
     write_sealed(out, {"ok": True, "run_id": mirror.run_id, "key": mirror.key, "new": new})
     return f"tracked {variant}, seed {seed}: {new} new entries"
+
+
+def _write_page(
+    marker: Path, variant: str, seed: int, *, address: str | None = None, reason: str | None = None
+) -> None:
+    """The page beside the marker that the report links to: where the run is, or why there is none."""
+    values = {"variant": variant, "seed": seed, "address": address, "reason": reason}
+    write_text(marker.with_name(RUN_PAGE), render("mlflow.html.j2", **values))

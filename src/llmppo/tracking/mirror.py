@@ -77,6 +77,7 @@ class Mirror:
         self.name = f"{experiment}/{chain.variant}/{chain.seed}"
         self.key = f"{self.name}/{config_hash(config)}"
         self.run_id: str | None = None
+        self.experiment_id: str | None = None
         self.tags: dict[str, str] = {}
         self.changed = False
 
@@ -91,6 +92,11 @@ class Mirror:
         self._log_artefacts()
         self._close(entries)
         return len(new)
+
+    @property
+    def page(self) -> str:
+        """Where MLflow's UI shows the run, the part of the address after `#`."""
+        return f"/experiments/{self.experiment_id}/runs/{self.run_id}"
 
     def fail(self) -> None:
         """Mark the run as failed, as far as the store still answers."""
@@ -120,7 +126,7 @@ class Mirror:
 
     def _choose_run(self, entries: Mapping[str, Entry]) -> None:
         """Take the newest run that agrees with the files, or start one; all others are superseded."""
-        experiment_id = self._experiment_id()
+        experiment_id = self.experiment_id = self._experiment_id()
         runs = self.client.search_runs(
             [experiment_id],
             filter_string=f"tags.`ppo.chain` = '{self.name}'",
@@ -197,8 +203,8 @@ class Mirror:
             facts["replays"] = str(self.config["replays"])
         if self.chain.stopped_at is not None:
             facts["ppo.stopped_at"] = str(self.chain.stopped_at)
-        if self.config.get("description"):
-            facts["mlflow.note.content"] = str(self.config["description"])
+        report = f"Report: [report.html](#{self.page}/artifacts/report/report.html)"
+        facts["mlflow.note.content"] = "\n\n".join(filter(None, [self.config.get("description"), report]))
         if self.changed or "code_version" not in self.tags:
             facts |= {"code_version": code_version(), "lock_sha256": lock_hash() or "none"}
         return facts
