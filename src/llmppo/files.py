@@ -44,9 +44,12 @@ def _fsync_path(path: Path) -> None:
 
 
 def _temporary(target: Path) -> Path:
-    """A hidden name beside `target`, after removing what killed processes left under such names."""
+    """A hidden name beside `target`, after removing what killed processes left under such names.
+
+    The machine is in the name: whether a process of another node still writes can't be seen from here.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{target.name}.tmp"
+    prefix = f".{target.name}.tmp-{os.uname().nodename}-"
     for stale in target.parent.glob(f"{glob.escape(prefix)}*"):
         owner = stale.name.removeprefix(prefix)
         if owner.isdigit() and int(owner) != os.getpid() and not Path(f"/proc/{owner}").exists():

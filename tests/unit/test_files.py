@@ -56,12 +56,17 @@ def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path: Path) -
         check=False,
     )
     assert killed.returncode == -9
-    assert len(list(tmp_path.iterdir())) == 1
-    running = tmp_path / f".policy.tmp{os.getppid()}"  # another writer that lives
+    (left,) = tmp_path.iterdir()
+    number = left.name.rpartition("-")[2]
+    running = tmp_path / left.name.replace(number, str(os.getppid()))  # another writer that lives
+    elsewhere = tmp_path / left.name.replace(os.uname().nodename, "other-node")  # one that may live
     running.mkdir()
+    elsewhere.mkdir()
     with atomic_folder(tmp_path / "policy") as folder:
         write_manifest(folder)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([running.name, "policy"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [running.name, elsewhere.name, "policy"]
+    )
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
