@@ -91,6 +91,7 @@ def main() -> int:
     parser.add_argument("--kind", action="append", help="only kinds whose name contains this; repeatable")
     parser.add_argument("--case", type=int, help="only this case of each kind")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=40, help="after which no further case begins")
     parser.add_argument("--lanes", type=int, default=2, help="processes of the harness, a core each")
     arguments = parser.parse_args()
     started = time.monotonic()
@@ -122,6 +123,9 @@ def main() -> int:
                 (name, number, pool.submit(run_case, name, number, arguments.seed)) for name, number in jobs
             ]
             for done, (name, number, future) in enumerate(waiting, 1):
+                if time.monotonic() - started > 60 * arguments.minutes and future.cancel():
+                    outcomes.setdefault(name, []).append("no time was left")
+                    continue
                 outcome = future.result()
                 outcomes.setdefault(name, []).append(outcome)
                 for what, text in outcome.complaints if isinstance(outcome, Outcome) else []:
