@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from llmppo.files import write_sealed, write_text
-from llmppo.reporting.results import RUN_PAGE, load_chain
-from llmppo.reporting.templating import render
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +32,7 @@ def run(
     `settings`: {tracking, config}, the config being that of the resolved variant. Raises ArtefactError for a
     damaged metrics file, and nothing for what the tracker does.
     """
+    from llmppo.reporting.results import load_chain
     from llmppo.tracking.mirror import Mirror, connect
 
     chain = load_chain(run_dir, variant, seed)
@@ -60,5 +59,8 @@ def _write_page(
     marker: Path, variant: str, seed: int, *, address: str | None = None, reason: str | None = None
 ) -> None:
     """The page beside the marker that the report links to: where the run is, or why there is none."""
+    from llmppo.reporting.results import RUN_PAGE
+    from llmppo.reporting.templating import render
+
     values = {"variant": variant, "seed": seed, "address": address, "reason": reason}
     write_text(marker.with_name(RUN_PAGE), render("mlflow.html.j2", **values))
