@@ -19,6 +19,7 @@ import pytest
 
 from llmppo.config import ExperimentConfig
 from llmppo.experiment import variant_config
+from llmppo.files import read_json
 from llmppo.reporting.results import load_chain
 from llmppo.stage_settings import stage_settings
 from llmppo.stages import mlflow_init, report, track
@@ -301,7 +302,7 @@ def test_an_error_in_the_middle_marks_the_run_as_failed_until_it_works_again(
 def test_initialising_writes_its_marker_either_way(tmp_path: Path) -> None:
     out = tmp_path / "ready.json"
     mlflow_init.run({}, uri=f"sqlite:///{tmp_path}/deep/er/mlflow.db", out=out)
-    assert json.loads(out.read_text()) == {"ok": True}
+    assert read_json(out) == {"ok": True}
     assert (tmp_path / "deep" / "er" / "mlflow.db").is_file()
     mlflow_init.run({}, uri="gopher://nowhere", out=out)
     assert json.loads(out.read_text())["ok"] is False
