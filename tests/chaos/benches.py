@@ -28,7 +28,7 @@ from llmppo.files import write_sealed  # noqa: E402
 REPOSITORY = HERE.parents[1]
 BIN = Path(sys.executable).parent
 CONFIG, TASK = "chaos.yaml", "chaos_task.py"
-PATIENCE_S = 240  # what takes longer hangs
+PATIENCE_S = 600  # what takes longer hangs
 
 
 @dataclass(frozen=True)

@@ -234,6 +234,24 @@ def test_a_worker_killed_in_the_middle_leaves_the_stage_to_run_cold(workflow: Wo
     assert (workflow.folder / "sleepy.parquet").is_file()
 
 
+def test_a_worker_killed_while_it_starts_is_replaced(workflow: Workflow) -> None:
+    child = workflow.popen(*workflow.rollout("a.parquet"))
+    os.kill(wait_for(workflow.workers)[0], signal.SIGKILL)
+    child.communicate(timeout=120)
+    assert child.returncode == 0  # it ran cold
+    workflow.run(*workflow.rollout("b.parquet"))
+    assert "rollout in process" in workflow.told()
+
+
+def test_a_worker_ends_with_its_workflow_while_it_starts(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["sleep", "0.2"])
+    worker = subprocess.run(
+        [sys.executable, "-P", "-m", "llmppo.worker.server", str(tmp_path / "socket"), str(ended.pid)],
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert "ready" not in worker.stderr
+
+
 def test_a_worker_that_hangs_is_left_alone(workflow: Workflow, monkeypatch: pytest.MonkeyPatch) -> None:
     from llmppo.worker import client
 

@@ -98,8 +98,10 @@ def start(place: Place, workflow: int, log: Path) -> socket.socket | None:
             if found is not None:
                 return found
             time.sleep(0.02)
+        killed = (worker.poll() or 0) < 0  # by somebody else: the next stage may start another one
         worker.kill()
-        place.gave_up.touch()
+        if not killed:
+            place.gave_up.touch()
         return None
 
 
