@@ -6,6 +6,8 @@
 
 from dataclasses import dataclass
 
+RUN_PAGE = "mlflow.html"  # in a chain's folder: leads to its run
+
 
 def _number(value: int | str) -> str:
     """Iterations are zero-padded, so that names sort as numbers; placeholders pass through."""
@@ -163,6 +165,10 @@ class Layout:
     def tracked(self, variant: str, seed: int | str) -> str:
         """Marks a chain whose metrics are mirrored to the tracker."""
         return f"{self.chain(variant, seed)}/tracking.json"
+
+    def run_page(self, variant: str, seed: int | str) -> str:
+        """Leads to the chain's run in the tracker."""
+        return f"{self.chain(variant, seed)}/{RUN_PAGE}"
 
     def log(self, stage: str, variant: str, seed: int | str, name: str) -> str:
         return f"{self.chain(variant, seed)}/logs/{stage}/{name}.log"

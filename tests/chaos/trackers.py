@@ -64,7 +64,7 @@ def faults(bench: Bench, rng: Random) -> dict[str, object]:
         "of another version": lambda: statement(
             bench, "update alembic_version set version_num = 'fffffffffff0'"
         ),
-        "without a table": lambda: statement(bench, "drop table metrics"),
+        "without a column": lambda: statement(bench, "alter table experiments rename column name to title"),
         "no database": lambda: bytes_instead(bench, rng),
         "a folder": lambda: folder_instead(bench),
         "slow": lambda: server(answers=True),

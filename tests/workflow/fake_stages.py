@@ -19,7 +19,10 @@ from llmppo import cli
 from llmppo.errors import EnvironmentFault
 from llmppo.files import digest, write_json, write_text
 
-FILES_BESIDE_OUT = {"report": ("rollouts.html", "summary.csv", "figures/learning_curve.png")}
+FILES_BESIDE_OUT = {
+    "report": ("rollouts.html", "summary.csv", "figures/learning_curve.png"),
+    "track": ("mlflow.html",),
+}
 FOLDERS = {"base_model", "dataset", "critic_warmup", "update", "evaluate", "export"}
 
 

@@ -33,7 +33,8 @@ rule track:
         # Only waited for: a new seed changes the figures, but not what the other chains log.
         report=ancient(LAYOUT.report),
     output:
-        LAYOUT.tracked("{variant}", "{seed}"),
+        marker=LAYOUT.tracked("{variant}", "{seed}"),
+        page=LAYOUT.run_page("{variant}", "{seed}"),
     log:
         LAYOUT.log("track", "{variant}", "{seed}", "track"),
     benchmark:
@@ -55,4 +56,4 @@ rule track:
     shell:
         "{params.env} exec llmppo track --settings {params.settings:q} --experiment {params.experiment:q}"
         " --variant {wildcards.variant:q} --seed {wildcards.seed} --run-dir {params.run_dir:q}"
-        " --uri {params.uri:q} --out {output:q} --log {log:q}"
+        " --uri {params.uri:q} --out {output.marker:q} --log {log:q}"

@@ -14,12 +14,13 @@ from typing import Any
 import yaml
 
 from llmppo.config import ExperimentConfig
+from llmppo.layout import RUN_PAGE
 from llmppo.reporting import figures, theme
 from llmppo.reporting.checks import run_checks
 from llmppo.reporting.comparison import Comparison
 from llmppo.reporting.formats import format_sections
 from llmppo.reporting.panels import draw_panels
-from llmppo.reporting.results import RUN_PAGE, Chain
+from llmppo.reporting.results import Chain
 from llmppo.reporting.statistics import Estimate
 from llmppo.reporting.summary import SUCCESS, VariantSummary, settled
 from llmppo.reporting.templating import render

@@ -15,8 +15,6 @@ import yaml
 
 from llmppo.files import read_json
 
-RUN_PAGE = "mlflow.html"  # in a chain's folder: leads to its run
-
 
 @dataclass(frozen=True)
 class Record:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmppo.files import write_sealed, write_text
+from llmppo.layout import RUN_PAGE
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,6 @@ def _write_page(
     marker: Path, variant: str, seed: int, *, address: str | None = None, reason: str | None = None
 ) -> None:
     """The page beside the marker that the report links to: where the run is, or why there is none."""
-    from llmppo.reporting.results import RUN_PAGE
     from llmppo.reporting.templating import render
 
     values = {"variant": variant, "seed": seed, "address": address, "reason": reason}
