@@ -51,6 +51,8 @@ def connect(uri: str) -> Any:
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient
 
+    # It prints a traceback of every database error that it also raises.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     return MlflowClient(tracking_uri=uri)
 
 
