@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
+Most = Field(le=1_000_000)  # of what the plan of a run lists one by one
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
@@ -331,7 +332,9 @@ class CosineLRScheduleConfig(Section):
 class PPOConfig(Section):
     """The algorithm: what `LLMPPO` computes in one learn call."""
 
-    batch_size: Positive = Field(16, description="Episodes of one learn call, over all ranks.")
+    batch_size: Annotated[Positive, Most] = Field(
+        16, description="Episodes of one learn call, over all ranks."
+    )
     mini_batch_size: Positive | None = Field(
         None, description="Episodes of one optimizer step, per rank; null takes the whole batch."
     )
@@ -441,7 +444,7 @@ class PPOConfig(Section):
     vf_clip_coef: Annotated[float, Field(gt=0)] | Literal["clip_coef"] | None = Field(
         "clip_coef", description="Value clip range; `clip_coef` takes the policy's, null is off."
     )
-    critic_warmup_steps: NonNegative = Field(
+    critic_warmup_steps: Annotated[NonNegative, Most] = Field(
         0, description="First learn calls that touch only the critic, on Monte Carlo returns."
     )
     critic_warmup_epochs: Positive | None = Field(
@@ -617,7 +620,9 @@ class ExperimentConfig(Section):
     seeds: list[NonNegative] = Field(
         [0], min_length=1, description="Random seeds; each is a chain of its own."
     )
-    iterations: Positive = Field(20, description="PPO updates; raising it extends a finished run.")
+    iterations: Annotated[Positive, Most] = Field(
+        20, description="PPO updates; raising it extends a finished run."
+    )
     keep_every: Positive = Field(
         1,
         description="Adapters are kept every n-th iteration, where evaluated, and for the latest two; optimizer state for policy 0 and the latest two.",

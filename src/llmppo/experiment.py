@@ -4,12 +4,11 @@
 every fault becomes a `ConfigError` that names the key and what is accepted.
 """
 
-import importlib.util
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from llmppo.config import (
@@ -22,8 +21,9 @@ from llmppo.config import (
 )
 from llmppo.errors import ConfigError
 from llmppo.explain import explain
-from llmppo.imports import load_callable
+from llmppo.imports import load_callable, module_fault
 from llmppo.models.pretrained import path_fault
+from llmppo.plain_values import read_yaml_file, require_plain
 
 REASONING_GYM = "llmppo.envs.reasoning_gym_env"
 
@@ -39,10 +39,17 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
     return result
 
 
+def require_mapping(values: Any, source: str) -> None:
+    """Raise ConfigError where a file holds something else than keys with values."""
+    if not isinstance(values, Mapping):
+        found = "nothing" if values is None else f"a {type(values).__name__}"
+        raise ConfigError(f"{source}: expected a mapping of config keys, got {found}")
+
+
 def parse_experiment(values: Mapping[str, Any], source: str = "config") -> ExperimentConfig:
     """Validate a mapping, every variant included. Raises ConfigError."""
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{source}: expected a mapping of config keys, got {type(values).__name__}")
+    require_mapping(values, source)
+    require_plain(values, source)
     try:
         experiment = ExperimentConfig.model_validate(dict(values))
     except ValidationError as error:
@@ -61,29 +68,11 @@ def parse_experiment(values: Mapping[str, Any], source: str = "config") -> Exper
     return experiment
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key that stands twice in one mapping, of which YAML readers silently take the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for key, _ in node.value:
-            if keys.count(key.value) > 1:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"`{key.value}` stands here twice", key.start_mark
-                )
-        return super().construct_mapping(node, deep)
-
-
-def read_values(path: str | Path) -> Any:
+def read_values(path: str | Path) -> dict[str, Any]:
     """The content of an experiment YAML before validation. Raises ConfigError naming the file."""
-    try:
-        return yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_StrictLoader)
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path} does not exist; the shipped experiments are config/config.yaml and config/experiments/*.yaml"
-        ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    values = read_yaml_file(path)
+    require_mapping(values, str(path))
+    return values
 
 
 def load_experiment(path: str | Path) -> ExperimentConfig:
@@ -176,7 +165,7 @@ def _check_combination(config: ExperimentConfig, source: str) -> None:
                 f"base_model.heads: {heads} must divide hidden_size ({width}) and be a multiple of kv_heads ({kv_heads})"
             )
     base = config.base_model
-    if isinstance(base, GgufModelConfig) and base.package is None and not Path(base.file).is_file():
+    if isinstance(base, GgufModelConfig) and base.package is None and not os.path.isfile(base.file):
         faults.append(
             f"base_model.file: there is no file {base.file}; name a GGUF file, or the `package` that holds it"
         )
@@ -193,7 +182,7 @@ def _check_combination(config: ExperimentConfig, source: str) -> None:
     if config.dataset is not None:
         for key in ("train", "eval"):
             file = getattr(config.dataset, key)
-            if file is not None and not Path(file).exists():
+            if file is not None and not os.path.exists(file):
                 faults.append(f"dataset.{key}: there is no file {file} in {Path.cwd()}")
     for key, callable_name in _callables(config):
         module, _, name = callable_name.partition(":")
@@ -201,10 +190,8 @@ def _check_combination(config: ExperimentConfig, source: str) -> None:
             faults.append(
                 f"{key}: {callable_name!r} is not of the form `module:name`, such as `my_task:MyEnv`"
             )
-        elif not _module_exists(module):
-            faults.append(
-                f"{key}: no module `{module}`; put {module.replace('.', '/')}.py into {Path.cwd()} or on PYTHONPATH"
-            )
+        elif (fault := module_fault(module)) is not None:
+            faults.append(f"{key}: {fault}")
     faults += _other_rows(config)
     if faults:
         raise ConfigError(f"{source}:\n" + "\n".join(f"  {fault}" for fault in faults))
@@ -255,10 +242,3 @@ def import_callables(experiment: ExperimentConfig) -> None:
         config = variant_config(experiment, variant)
         for key, callable_name in [*_callables(config), *_rewards(config)]:
             load_callable(callable_name, key)
-
-
-def _module_exists(name: str) -> bool:
-    """Whether a module can be found, without importing it: beside the config's working directory or installed."""
-    top = name.partition(".")[0]
-    here = Path(top)
-    return here.with_suffix(".py").is_file() or here.is_dir() or importlib.util.find_spec(top) is not None

@@ -8,6 +8,8 @@ from pydantic import ValidationError
 from llmppo.config import ExperimentConfig, Section
 from llmppo.errors import ConfigError
 
+MOST = 10  # faults that are told
+
 
 def _resolve(location: tuple[Any, ...]) -> tuple[str, list[str]]:
     """The dotted key of a pydantic error location, and the keys accepted in the section that holds it.
@@ -44,10 +46,16 @@ def _sections_in(annotation: Any) -> list[Any]:
     return [section for argument in getattr(annotation, "__args__", ()) for section in _sections_in(argument)]
 
 
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"
+
+
 def explain(error: ValidationError, source: str) -> ConfigError:
-    """One line for each fault: the key, what is wrong, the value, and the nearest accepted key."""
+    """One line for each of the first faults: the key, what is wrong, the value, and the nearest accepted key."""
     lines = []
-    for fault in error.errors():
+    faults = error.errors(include_url=False)
+    for fault in faults[:MOST]:
         location = tuple(fault["loc"])
         key, known = _resolve(location)
         message = fault["msg"].removeprefix("Value error, ")
@@ -58,6 +66,8 @@ def explain(error: ValidationError, source: str) -> ConfigError:
         elif fault["type"] == "missing":
             message = "is required"
         elif not isinstance(fault["input"], (dict, Section)):
-            message = f"{message} (got {fault['input']!r})"
+            message = f"{message} (got {_shown(fault['input'])})"
         lines.append(f"  {key or '(top level)'}: {message}")
+    if len(faults) > MOST:
+        lines.append(f"  and {len(faults) - MOST} more")
     return ConfigError(f"{source}:\n" + "\n".join(lines))

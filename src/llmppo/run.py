@@ -27,6 +27,7 @@ from llmppo.errors import NO_ROOM, ConfigError, LlmppoError
 from llmppo.experiment import merge, parse_experiment, read_values
 from llmppo.files import write_text
 from llmppo.ownership import HELD, check_home, hold, refusal, settle
+from llmppo.plain_values import read_yaml
 from llmppo.plan import Plan
 from llmppo.process import die_with, prefer_own_commands
 from llmppo.progress import Progress, display
@@ -47,18 +48,15 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def change(values: Any, setting: str) -> Any:
+def change(values: dict[str, Any], setting: str) -> dict[str, Any]:
     """Config values with one `key.path=value` applied; the value is YAML. Raises ConfigError."""
     key, separator, text = setting.partition("=")
     if not separator or not key:
         raise ConfigError(f"--set {setting}: expected KEY=VALUE, such as ppo.clip_coef=0.1")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {setting}: {text!r} is not a YAML value: {error}") from None
+    value = read_yaml(text, f"--set {setting}: the value")
     parts = key.split(".")
     if value == {}:  # merging nothing would change nothing: it empties the section
-        section = values
+        section: Any = values
         for part in parts[:-1]:
             section = section.get(part) if isinstance(section, dict) else None
         if isinstance(section, dict):
@@ -66,7 +64,7 @@ def change(values: Any, setting: str) -> Any:
         return values
     for part in reversed(parts):
         value = {part: value}
-    return merge(values, value) if isinstance(values, dict) else value
+    return merge(values, value)
 
 
 def configure(config: Path, results: Path | None, changes: Sequence[str]) -> tuple[dict[str, Any], Plan]:

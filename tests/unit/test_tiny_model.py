@@ -158,11 +158,15 @@ def test_environment_text_counts_by_its_weight(tokenizer):
     assert logprobs[1.0] > logprobs[0.0] + 3
 
 
+def no_dialogue(rng):
+    return repr(rng)
+
+
 def test_faults_name_their_key(tokenizer):
     with pytest.raises(NonFiniteError, match="learning_rate"):
         train(tokenizer, learning_rate=1e15)
-    with pytest.raises(ConfigError, match=r"warm_start\.dialogues: builtins:repr returned"):
-        next(dialogues(WarmStartConfig(dialogues="builtins:repr"), "x"))
+    with pytest.raises(ConfigError, match=r"warm_start\.dialogues: .*:no_dialogue returned"):
+        next(dialogues(WarmStartConfig(dialogues=f"{__name__}:no_dialogue"), "x"))
     short = SMALL.model_copy(update={"max_positions": 20})
     model = build_model(short, tokenizer, 0)
     with pytest.raises(ConfigError, match="max_positions: 20, but a warm-start dialogue has"):

@@ -1,6 +1,6 @@
 """A base model from a local directory or the hub, loaded in the data type that the config asks for."""
 
-from pathlib import Path
+import os
 from typing import Any
 
 from llmppo.config import PretrainedModelConfig
@@ -15,8 +15,8 @@ def load_pretrained(config: PretrainedModelConfig) -> tuple[Any, Any]:
     fault = path_fault(config.path)
     if fault is not None:
         raise ConfigError(f"base_model.path: {fault}")
-    local = Path(config.path).expanduser()
-    source = str(local) if local.is_dir() else config.path
+    local = os.path.expanduser(config.path)
+    source = local if os.path.isdir(local) else config.path
     options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, config.dtype), **options)
@@ -35,10 +35,10 @@ def load_pretrained(config: PretrainedModelConfig) -> tuple[Any, Any]:
 
 def path_fault(path: str) -> str | None:
     """What is wrong with a model path, as far as it can be told without loading anything; None if nothing is."""
-    local = Path(path).expanduser()
-    if local.is_dir() and not (local / "config.json").is_file():
+    local = os.path.expanduser(path)
+    if os.path.isdir(local) and not os.path.isfile(os.path.join(local, "config.json")):
         return f"{path} has no config.json; it isn't a model directory in Hugging Face format"
-    if not local.is_dir() and _looks_local(path):
+    if not os.path.isdir(local) and _looks_local(path):
         return f"there is no directory {path}; give a model directory or a hub id such as `owner/name`"
     return None
 
