@@ -68,7 +68,7 @@ def make_engines(options, folder):
     from llmppo.engines.hf import HFEngine
     from llmppo.engines.vllm import Adapter, InProcess, VLLMEngine, engine_arguments
     from llmppo.stages.loading import load_actor, load_base
-    from llmppo.trainer import LLMPPO
+    from llmppo.trainer.agent import LLMPPO
 
     policy = folder / "policy"
     LLMPPO(

@@ -9,7 +9,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _LAZY = {
-    "LLMPPO": "llmppo.trainer",
+    "LLMPPO": "llmppo.trainer.agent",
     "RolloutHarness": "llmppo.envs.harness",
     "train_llm_rollout": "llmppo.training",
     "save_llm_checkpoint": "llmppo.training",

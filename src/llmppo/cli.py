@@ -174,6 +174,24 @@ def verify(config: Path, results: Path | None, changes: tuple[str, ...], repeat:
 
 
 @main.command()
+@CONFIG
+@RESULTS
+@CHANGES
+def adopt(config: Path, results: Path | None, changes: tuple[str, ...]) -> None:
+    """Go on from here with results that were moved or copied; nothing runs.
+
+    All that exists counts as made with this config, which must be the one that made it. Change it afterwards, and
+    what depends on it runs again.
+    """
+    from llmppo.adopt import adopt as take_over
+    from llmppo.run import configure, find_snakefile
+
+    values, plan = configure(config, results, changes)
+    chains = take_over(values, plan, find_snakefile())
+    click.echo(f"{plan.layout.root}: {chains} of {len(plan.chains)} chains taken over; `llmppo run` goes on")
+
+
+@main.command()
 @click.argument("results", type=FOLDER)
 @click.option("--variant", help="Variant; the first one without it.")
 @click.option("--seed", type=click.IntRange(min=0), help="Seed; the first one without it.")

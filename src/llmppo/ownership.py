@@ -38,7 +38,7 @@ def check_home(results: str) -> None:
     if home != os.getcwd():
         raise LlmppoError(
             f"{results} was made from {home}: go on there, or choose another results folder. From here, changed settings "
-            f"would go unnoticed. (Moved or copied results: delete {file}; what exists then counts as up to date)"
+            "would go unnoticed. (Moved or copied results: `llmppo adopt`, with the config that made them)"
         )
 
 

@@ -59,7 +59,7 @@ def _default(field: Any) -> str:
 
 def parameter_reference() -> str:
     """The whole page as Markdown."""
-    from llmppo.trainer import LLMPPO
+    from llmppo.trainer.agent import LLMPPO
 
     lines = [INTRODUCTION, "## The model and the agent", "", "| parameter | default |", "| --- | --- |"]
     settings = {**PPOConfig.model_fields, **SamplingConfig.model_fields}

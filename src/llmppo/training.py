@@ -13,7 +13,7 @@ from typing import Any
 from llmppo.config import EnvironmentLimits
 from llmppo.envs.harness import RolloutHarness
 from llmppo.errors import ConfigError
-from llmppo.trainer import LLMPPO
+from llmppo.trainer.agent import LLMPPO
 from llmppo.trainer.batch import batch_from_episodes
 from llmppo.trajectories.collect import collect_episodes, rollout_metrics
 from llmppo.trajectories.episode import Episode, EpisodeSpec

@@ -24,7 +24,7 @@ from llmppo.files import MANIFEST, write_manifest
 from llmppo.models.adapted import ACTOR
 from llmppo.stages import base_model
 from llmppo.stages.loading import load_actor, load_base, load_tokenizer
-from llmppo.trainer import LLMPPO
+from llmppo.trainer.agent import LLMPPO
 from llmppo.trainer.batch import build_batch
 from llmppo.trajectories.episode import StopReason
 

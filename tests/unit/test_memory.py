@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from llmppo.config import LoraSection, PPOConfig
 from llmppo.testing.batches import made_up_batch, tiny_agent
 from llmppo.testing.models import tiny_model
-from llmppo.trainer import LLMPPO
+from llmppo.trainer.agent import LLMPPO
 from llmppo.trainer.batch import UpdateBatch, build_batch
 from llmppo.trainer.memory import ModelShape, PassPlan, choose, is_out_of_memory, step_bytes, usable_bytes
 

@@ -8,7 +8,7 @@ from llmppo.errors import ConfigError
 from llmppo.models.packing import BY_ROW
 from llmppo.testing.batches import StepRecorder, made_up_batch, tiny_agent
 from llmppo.testing.models import tiny_model
-from llmppo.trainer import LLMPPO
+from llmppo.trainer.agent import LLMPPO
 from llmppo.trainer.passes import Passes
 
 TOP = {"lora": LoraSection(r=4, lora_alpha=8, top_layers=1)}

@@ -15,7 +15,7 @@ from llmppo.models.adapted import ACTOR
 from llmppo.models.quantized import bnb_config
 from llmppo.testing.batches import VOCABULARY, made_up_batch, unlike_adapters, weights
 from llmppo.testing.models import tiny_model
-from llmppo.trainer import LLMPPO
+from llmppo.trainer.agent import LLMPPO
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 

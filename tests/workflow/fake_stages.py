@@ -81,8 +81,8 @@ def fake_run(stage: str, settings: dict[str, Any], **options: Any) -> str:
 
 
 def install() -> None:
-    """Put a fake module in the place of every stage but `iterations`, which calls two of them."""
-    for command in cli.main.commands.keys() - {"iterations"}:
+    """Put a fake module in the place of every stage but `iterations`, which calls two of them, and `variant-config`."""
+    for command in cli.main.commands.keys() - {"iterations", "variant-config"}:
         stage = command.replace("-", "_")
         module = types.ModuleType(f"llmppo.stages.{stage}")
         module.run = lambda settings, stage=stage, **options: fake_run(stage, settings, **options)  # type: ignore[attr-defined]

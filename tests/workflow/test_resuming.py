@@ -160,6 +160,10 @@ def test_a_failing_stage_is_named_with_its_log(bench: Bench) -> None:
     assert "llmppo update: error: this fake stage was told to fail" in errors
     assert "whole log: results/tiny/main/seed-0/logs/update/0002.log" in errors
     assert "Traceback" not in errors
+    told = " ".join(bench.llmppo("status").stdout.split())
+    assert "main seed 0 1 of 3" in told
+    assert "failed in the last run: update (variant=main, seed=0, iteration=0002), log: results/tiny" in told
+    assert "update 2 never ran, or its files were deleted" in told
 
 
 def test_stages_get_the_configured_threads_whatever_the_cores(bench: Bench) -> None:

@@ -68,13 +68,23 @@ class Bench:
             raise AssertionError(done.stdout + done.stderr)
         return done
 
+    def llmppo(self, command: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """A command of `llmppo` on the config."""
+        done = subprocess.run(
+            [str(self.python.with_name("llmppo")), command, "--config", str(self.config_file), *arguments],
+            cwd=self.folder, env=self.env(), capture_output=True, text=True,
+        )  # fmt: skip
+        if check and done.returncode:
+            raise AssertionError(done.stdout + done.stderr)
+        return done
+
     def run(self, cores: int = 2, **env: str) -> None:
         self.snakemake("--cores", str(cores), **env)
 
-    def planned(self) -> set[str]:
+    def planned(self, *arguments: str) -> set[str]:
         """Jobs of a dry run as `rule` or `rule wildcards`, without the target rule."""
         # The plain logger names every job; the profile's one only counts them.
-        output = self.snakemake("-n", "--workflow-profile", "none").stdout
+        output = self.snakemake("-n", "--workflow-profile", "none", *arguments).stdout
         jobs, rule = set(), None
         for line in output.splitlines():
             if match := RULE.match(line):

@@ -8,6 +8,7 @@ rule variant_config:
         LAYOUT.log("variant_config", "{variant}", "{seed}", "variant_config"),
     benchmark:
         LAYOUT.benchmark("variant_config", "{variant}", "{seed}", "variant_config")
+    priority: first
     conda:
         "../envs/llmppo.yaml"
     threads: 1

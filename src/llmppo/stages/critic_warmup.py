@@ -13,7 +13,7 @@ from typing import Any
 from llmppo.config import LoraSection
 from llmppo.errors import ArtefactError
 from llmppo.files import MANIFEST, sha256_file, write_sealed
-from llmppo.stages.loading import import_model_libraries, new_agent, require_split
+from llmppo.stages.loading import import_model_libraries, require_split
 from llmppo.trajectories.parquet import read_episodes
 
 
@@ -30,6 +30,7 @@ def run(
     import_model_libraries()
     import torch
 
+    from llmppo.stages.learner import new_agent
     from llmppo.trainer.aliases import ALIASES
     from llmppo.trainer.batch import batch_from_episodes
     from llmppo.trainer.ranks import joined

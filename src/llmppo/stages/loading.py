@@ -3,19 +3,18 @@
 import copy
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmppo.config import LoraSection, PPOConfig, SamplingConfig
+from llmppo.config import LoraSection
 from llmppo.errors import ArtefactError, ConfigError, LlmppoError
 from llmppo.files import MANIFEST, check_manifest, read_json
 from llmppo.policies import STOPPED
 
 if TYPE_CHECKING:
     from llmppo.models.adapted import AdaptedModel
-    from llmppo.trainer import LLMPPO
 
 
 def import_model_libraries() -> None:
@@ -184,28 +183,6 @@ def load_actor(base: Path, policy: Path | None, device: str) -> "AdaptedModel":
     )
     adapted.load_adapter_state(ACTOR, checkpoint.adapter(ACTOR))
     return adapted
-
-
-def new_agent(settings: Mapping[str, Any], base: Path, seed: int, lora: Any) -> "LLMPPO":
-    """An agent on the base model with the settings of an `update` or `critic_warmup` stage."""
-    from llmppo.trainer import LLMPPO
-
-    ppo, sampling = (
-        PPOConfig.model_validate(settings["ppo"]),
-        SamplingConfig.model_validate(settings["sampling"]),
-    )
-    model = load_base(base, settings["device"])
-    # PEFT writes it into every adapter, which must not depend on where the results lie.
-    model.name_or_path = base.name
-    return LLMPPO(
-        actor_network=model,
-        lora_config=lora,
-        device=settings["device"],
-        seed=seed,
-        max_turns=settings["max_turns"],
-        **ppo.model_dump(),
-        **sampling.model_dump(),
-    )
 
 
 def require_split(

@@ -17,7 +17,7 @@ from llmppo.errors import ArtefactError
 from llmppo.files import MANIFEST, atomic_folder, read_json, sha256_file, write_manifest, write_sealed
 from llmppo.policies import STOPPED, Prunable, resolve_policy
 from llmppo.policies import prune as prune_policy
-from llmppo.stages.loading import import_model_libraries, is_stopped, new_agent, require_split, saved_lora
+from llmppo.stages.loading import import_model_libraries, is_stopped, require_split, saved_lora
 from llmppo.trajectories.parquet import read_episodes, write_update_columns
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def run(
     import_model_libraries()
     import torch
 
+    from llmppo.stages.learner import new_agent
     from llmppo.trainer.aliases import ALIASES
     from llmppo.trainer.batch import batch_from_episodes
     from llmppo.trainer.checkpoint import OPTIMIZER_FILE

@@ -14,7 +14,7 @@ import torch
 from llmppo.config import LoraSection
 from llmppo.envs.harness import RolloutHarness
 from llmppo.testing.models import tiny_model
-from llmppo.trainer import LLMPPO
+from llmppo.trainer.agent import LLMPPO
 from llmppo.training import agent_harness, train_llm_rollout
 from llmppo.trajectories.collect import collect_episodes
 from llmppo.trajectories.episode import EpisodeSpec

@@ -1,5 +1,1 @@
-"""The trainer: `LLMPPO` holds model, optimizer and counters; the modules beside it do the work."""
-
-from llmppo.trainer.agent import LLMPPO, ActionResult
-
-__all__ = ["LLMPPO", "ActionResult"]
+"""The trainer: `agent.LLMPPO` holds model, optimizer and counters; the modules beside it do the work."""
