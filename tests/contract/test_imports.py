@@ -93,7 +93,7 @@ OF_A_MODULE = {
     "track": set(),
     "report": {"pydantic", "numpy", "yaml"},
 }
-NO_STAGES = {"run", "replay", "ui", "status", "verify", "show", "validate", "schema"}
+NO_STAGES = {"run", "replay", "ui", "status", "verify", "adopt", "show", "validate", "schema"}
 
 
 def test_every_stage_is_in_the_table() -> None:
