@@ -3,6 +3,9 @@
 import errno
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 # What code of a user may raise without ending the run: `sys.exit` too, which libraries call.
 RAISED_BY_USERS = (Exception, SystemExit)
@@ -96,3 +99,25 @@ def machine_fault(error: BaseException, place: object = None) -> str | None:
     file = (error.filename if isinstance(error, OSError) else None) or place
     where = "" if file is None else f"{file}: "
     return f"{where}{os.strerror(number)}; {MACHINE_FAULTS[number]}. What is finished stays, and the same command goes on"
+
+
+@contextmanager
+def reading(
+    path: str | Path,
+    kind: type[LlmppoError] = ArtefactError,
+    way_out: str = "delete it and run the same command",
+) -> Iterator[None]:
+    """What goes wrong within is a fault of the file or folder `path`, whatever a library makes of its content.
+
+    The machine's own faults pass as they are.
+    """
+    try:
+        yield
+    except LlmppoError as error:
+        if str(path) in str(error):
+            raise
+        raise type(error)(f"{path}: {error}") from error
+    except Exception as error:
+        if machine_fault(error) or memory_fault(error, ""):
+            raise
+        raise kind(f"{path} can't be read: {type(error).__name__}: {error}; {way_out}") from error

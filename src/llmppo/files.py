@@ -93,7 +93,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ArtefactError(f"{path} does not exist; run the stage that writes it first") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError, IsADirectoryError) as error:
         raise ArtefactError(
             f"{path} is not valid JSON ({error}); delete it and run the same command"
         ) from error
@@ -118,6 +118,26 @@ def write_manifest(folder: Path, **facts: Any) -> dict[str, Any]:
     return manifest
 
 
+def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """A folder's manifest, its files not looked at. Raises ArtefactError where it isn't one, or names files elsewhere."""
+    path = Path(folder) / MANIFEST
+    manifest = read_json(path)
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, dict):
+        raise ArtefactError(f"{path} lists no files; delete {folder} and run the same command")
+    for name, entry in files.items():
+        if (
+            Path(name).is_absolute()
+            or ".." in Path(name).parts
+            or "\0" in name
+            or not isinstance(entry, dict)
+        ):
+            raise ArtefactError(
+                f"{path} has a wrong line for {name!r}; delete {folder} and run the same command"
+            )
+    return manifest
+
+
 def check_manifest(
     folder: str | os.PathLike[str],
     allow_missing: Callable[[str], bool] = lambda name: False,
@@ -128,7 +148,7 @@ def check_manifest(
     Raises ArtefactError naming the first file that is absent (unless `allow_missing(name)`) or differs.
     """
     root = Path(folder)
-    manifest = read_json(root / MANIFEST)
+    manifest = read_manifest(root)
     for name, entry in manifest["files"].items():
         path = root / name
         if skip(name):
@@ -140,7 +160,7 @@ def check_manifest(
                 f"{path} is missing although {root / MANIFEST} lists it; delete {root} and run the same command"
             )
         try:
-            same = path.stat().st_size == entry["bytes"] and sha256_file(path) == entry["sha256"]
+            same = path.stat().st_size == entry.get("bytes") and sha256_file(path) == entry.get("sha256")
         except FileNotFoundError:
             if allow_missing(name):  # pruned while it was being read
                 continue

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from llmppo.errors import ArtefactError
-from llmppo.files import MANIFEST, check_manifest, read_json
+from llmppo.files import MANIFEST, check_manifest, read_manifest
 
 STOPPED = "stopped"
 Prunable = Literal["optimizer", "weights"]
@@ -65,7 +65,7 @@ def prune(path: Path, what: Prunable) -> None:
     """
     if not (path / MANIFEST).is_file():
         return
-    for name in read_json(path / MANIFEST)["files"]:
+    for name in read_manifest(path)["files"]:
         if _prunable(name) or (what == "weights" and name.endswith(".safetensors")):
             (path / name).unlink(missing_ok=True)
 
@@ -79,7 +79,7 @@ def may_be_pruned(folder: Path) -> Callable[[str], bool]:
 def is_whole(path: Path, optimizer: bool) -> bool:
     """Whether a policy has all files of its manifest; its optimizer state only where `optimizer` asks for it."""
     try:
-        names = read_json(path / MANIFEST)["files"]
+        names = read_manifest(path)["files"]
     except ArtefactError:
         return False
     return all((path / name).is_file() for name in names if optimizer or not _prunable(name))
@@ -89,5 +89,5 @@ def _is_pruned(path: Path) -> bool:
     """Whether a policy lost its weights to `prune`, all of them at once."""
     if not (path / MANIFEST).is_file():
         return False
-    weights = [name for name in read_json(path / MANIFEST)["files"] if name.endswith(".safetensors")]
+    weights = [name for name in read_manifest(path)["files"] if name.endswith(".safetensors")]
     return bool(weights) and not any((path / name).exists() for name in weights)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmppo.errors import ConfigError
+from llmppo.errors import ConfigError, reading
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -22,7 +22,9 @@ def read_file(path: str | os.PathLike[str]) -> Iterator[tuple[str, Any]]:
     path = Path(path)
     try:
         if path.is_dir() or path.suffix == ".parquet":
-            for number, row in enumerate(_table(path).to_pylist(), start=1):
+            with reading(path, ConfigError, f"a dataset is {FORMATS}"):
+                rows = _table(path).to_pylist()
+            for number, row in enumerate(rows, start=1):
                 yield f"{path}, row {number}", row
         else:
             yield from _json_lines(path)
@@ -31,13 +33,9 @@ def read_file(path: str | os.PathLike[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _table(path: Path) -> "pa.Table":
-    import pyarrow as pa  # not above: most datasets are JSONL
-    import pyarrow.parquet as pq
+    import pyarrow.parquet as pq  # not above: most datasets are JSONL
 
-    try:
-        return _saved_dataset(path) if path.is_dir() else pq.read_table(path)
-    except pa.ArrowException as error:
-        raise ConfigError(f"dataset file {path} can't be read: {error}") from None
+    return _saved_dataset(path) if path.is_dir() else pq.read_table(path)
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
@@ -47,7 +45,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
         where = f"{path}, line {number}"
         try:
             yield where, json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{where}: not valid JSON: {error}") from None
 
 

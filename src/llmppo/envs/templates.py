@@ -7,15 +7,20 @@ prompt stand once, at the start. Earlier replies stay as sampled, also where a t
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Protocol
 
 from llmppo.envs.protocol import Message
-from llmppo.errors import TemplateError
+from llmppo.errors import RAISED_BY_USERS, LlmppoError, TemplateError
 
 # Texts that no template and no environment contains, free of white space that a template could trim.
 _USER, _REPLY, _FEEDBACK = "@@first-user-text@@", "@@assistant-reply-text@@", "@@feedback-text@@"
+
+RENDER_S = 5.0  # CPU seconds for one text; templates take milliseconds
 
 FrozenMessage = tuple[tuple[str, str], ...]
 
@@ -129,12 +134,19 @@ class ChatFramer:
 
     def _render(self, messages: list[Message]) -> str:
         from jinja2 import TemplateError as JinjaError
+        from jinja2.sandbox import SecurityError
 
         try:
-            return self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **self._template_kwargs
-            )
-        except JinjaError as error:
+            with _limited(RENDER_S):
+                return self._tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=False, **self._template_kwargs
+                )
+        except (JinjaError, *RAISED_BY_USERS) as error:
+            if isinstance(error, LlmppoError | SecurityError) or not isinstance(error, JinjaError):
+                raise TemplateError(
+                    f"the chat template of {self._tokenizer.name_or_path} can't be rendered: {type(error).__name__}: {error}. "
+                    "Use another template, or set env.apply_chat_template: false"
+                ) from error
             roles = ", ".join(message["role"] for message in messages)
             raise TemplateError(
                 f"the chat template refuses messages with the roles {roles}: {error}. "
@@ -145,6 +157,28 @@ class ChatFramer:
     def _encode(self, text: str) -> tuple[int, ...]:
         # The template writes BOS itself, so the tokenizer must not add one.
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """End a template that loops: TimeoutError after so much CPU time.
+
+    Only in a main thread, where Python hears signals, and not within an operation that is one step to Python.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"it is still at work after {seconds:g} s")
+
+    before = signal.signal(signal.SIGVTALRM, late)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _user(text: str) -> Message:

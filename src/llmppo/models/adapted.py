@@ -327,6 +327,10 @@ class AdaptedModel:
                 f"adapter `{name}`: the weights don't fit the LoRA config; first difference: {stray[0]}"
             )
         for key, tensor in own.items():
+            if not state[key].is_floating_point():
+                raise ConfigError(
+                    f"adapter `{name}`: {key} holds {state[key].dtype}, not floating-point numbers"
+                )
             if tensor.shape != state[key].shape:
                 raise ConfigError(
                     f"adapter `{name}`: {key} has shape {list(state[key].shape)}, this model needs {list(tensor.shape)}; it belongs to another base model"

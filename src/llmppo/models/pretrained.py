@@ -4,11 +4,14 @@ import os
 from typing import Any
 
 from llmppo.config import PretrainedModelConfig
-from llmppo.errors import ConfigError
+from llmppo.errors import ConfigError, reading
 
 
 def load_pretrained(config: PretrainedModelConfig) -> tuple[Any, Any]:
-    """Model and tokenizer. Raises ConfigError where they can't be had, with the way out."""
+    """Model and tokenizer. Raises ConfigError where they can't be had, with the way out.
+
+    Weights are taken from safetensors only: the older formats are pickles, which may hold code.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -18,11 +21,12 @@ def load_pretrained(config: PretrainedModelConfig) -> tuple[Any, Any]:
     local = os.path.expanduser(config.path)
     source = local if os.path.isdir(local) else config.path
     options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, config.dtype), **options)
+    way_out = "name a model with safetensors weights and its tokenizer"
+    with reading(config.path, ConfigError, way_out):
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=getattr(torch, config.dtype), use_safetensors=True, **options
+        )
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"base_model.path: {config.path} can't be loaded: {error}") from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"base_model.path: the tokenizer of {config.path} has no eos_token, so no reply would end; set it in tokenizer_config.json"

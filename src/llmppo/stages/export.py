@@ -113,7 +113,11 @@ def write_merged(base: Path, adapter: Path, folder: Path, trust_remote_code: boo
     stored = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code).dtype or torch.float32
     quantization = quantization_of(read_json(base / MANIFEST))
     model = AutoModelForCausalLM.from_pretrained(
-        base, dtype=torch.float32, trust_remote_code=trust_remote_code, quantization_config=quantization
+        base,
+        dtype=torch.float32,
+        trust_remote_code=trust_remote_code,
+        use_safetensors=True,
+        quantization_config=quantization,
     )
     if quantization is not None:
         model = model.dequantize(dtype=torch.float32)

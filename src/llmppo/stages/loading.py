@@ -1,7 +1,6 @@
 """What several stages load: base model, tokenizer, and the policy of a chain."""
 
 import copy
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmppo.config import LoraSection
-from llmppo.errors import ArtefactError, ConfigError, LlmppoError
+from llmppo.errors import ArtefactError, ConfigError, LlmppoError, reading
 from llmppo.files import MANIFEST, check_manifest, read_json
 from llmppo.policies import STOPPED
 
@@ -119,7 +118,6 @@ def load_base(base: Path, device: str = "cpu") -> Any:
 
 def _read_base(base: Path, device: str) -> Any:
     import torch
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     from llmppo.models.quantized import quantization_of
@@ -129,19 +127,16 @@ def _read_base(base: Path, device: str) -> Any:
     manifest = check_base(base, weights=True)
     trust = bool(manifest.get("trust_remote_code", False))
     placement: dict[str, Any] = {"device_map": {"": device}} if manifest.get("quantization") else {}
-    try:
+    with reading(base):
         model = AutoModelForCausalLM.from_pretrained(
             base,
             dtype="auto",
             local_files_only=True,
             trust_remote_code=trust,
+            use_safetensors=True,
             quantization_config=quantization_of(manifest),
             **placement,
         )
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ArtefactError(
-            f"{base} can't be loaded ({error}); delete it and run the same command"
-        ) from error
     return (model if placement else model.to(device)).eval()
 
 
@@ -149,7 +144,8 @@ def load_tokenizer(base: Path) -> Any:
     from transformers import AutoTokenizer
 
     trust = bool(check_base(base, weights=False).get("trust_remote_code", False))
-    return AutoTokenizer.from_pretrained(base, local_files_only=True, trust_remote_code=trust)
+    with reading(base):
+        return AutoTokenizer.from_pretrained(base, local_files_only=True, trust_remote_code=trust)
 
 
 def is_stopped(policy: Path) -> bool:
@@ -161,10 +157,12 @@ def saved_lora(adapter: Path) -> Any:
     """The LoraConfig of a PEFT directory."""
     from peft import LoraConfig
 
-    fields = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-    return LoraConfig(
-        **{name: value for name, value in fields.items() if name in LoraConfig.__dataclass_fields__}
-    )
+    file = adapter / "adapter_config.json"
+    with reading(file):
+        fields = read_json(file)
+        return LoraConfig(
+            **{name: value for name, value in fields.items() if name in LoraConfig.__dataclass_fields__}
+        )
 
 
 def load_actor(base: Path, policy: Path | None, device: str) -> "AdaptedModel":
@@ -178,10 +176,10 @@ def load_actor(base: Path, policy: Path | None, device: str) -> "AdaptedModel":
             model, lora_config(LoraSection(r=1, lora_alpha=1), model), critic="head", separate_reference=False
         )
     checkpoint = Checkpoint.open(policy)
-    adapted = AdaptedModel(
-        model, saved_lora(checkpoint.folder / ACTOR), critic="head", separate_reference=False
-    )
-    adapted.load_adapter_state(ACTOR, checkpoint.adapter(ACTOR))
+    lora = saved_lora(checkpoint.folder / ACTOR)
+    with reading(checkpoint.folder / ACTOR):
+        adapted = AdaptedModel(model, lora, critic="head", separate_reference=False)
+        adapted.load_adapter_state(ACTOR, checkpoint.adapter(ACTOR))
     return adapted
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, isfinite
 
-from llmppo.errors import ArtefactError, ConfigError
+from llmppo.errors import ArtefactError, ConfigError, reading
 from llmppo.files import atomic_folder, read_json, write_json, write_manifest
 from llmppo.policies import resolve_policy
 
@@ -83,7 +83,12 @@ class Checkpoint:
     def open(cls, path: str | Path) -> "Checkpoint":
         """Check every file against the manifest. A pruned optimizer state may be absent."""
         folder = resolve_policy(Path(path))
-        return cls(folder, read_json(folder / TRAINER_FILE))
+        trainer = read_json(folder / TRAINER_FILE)
+        if not isinstance(trainer, dict):
+            raise ArtefactError(
+                f"{folder / TRAINER_FILE} is not a mapping; delete {folder} and run the same command"
+            )
+        return cls(folder, trainer)
 
     def has_adapter(self, name: str) -> bool:
         return (self.folder / name / "adapter_model.safetensors").is_file()
@@ -104,12 +109,13 @@ class Checkpoint:
         return self._tensors(BASE_FILE) if (self.folder / BASE_FILE).is_file() else None
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
-        try:
-            return load_file(self.folder / name)
-        except Exception as error:
-            raise ArtefactError(
-                f"{self.folder / name} can't be read ({error}); delete {self.folder} and run the same command"
-            ) from error
+        way_out = f"delete {self.folder} and run the same command"
+        with reading(self.folder / name, way_out=way_out):
+            tensors = load_file(self.folder / name)
+        for key, tensor in tensors.items():
+            if not bool(isfinite(tensor).all()):
+                raise ArtefactError(f"{self.folder / name}: {key} holds NaN or infinite numbers; {way_out}")
+        return tensors
 
 
 def require_same_lora(saved: dict[str, Any], live: dict[str, Any], where: Path) -> None:

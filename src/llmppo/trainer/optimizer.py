@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from llmppo.config import PPOConfig
+from llmppo.errors import ArtefactError
 from llmppo.models.adapted import AdaptedModel
 from llmppo.ppo.schedules import lr_scale
 
@@ -64,7 +65,7 @@ class RoleOptimizer:
         return tensors
 
     def load_state(self, names: dict[int, str], tensors: dict[str, Tensor]) -> None:
-        """Restore what `state` gave; parameters without an entry start fresh."""
+        """Restore what `state` gave; parameters without an entry start fresh. Raises ArtefactError for another's."""
         for role in ROLES:
             for parameter in self.parameters[role]:
                 prefix = f"{names[id(parameter)]}|"
@@ -73,6 +74,12 @@ class RoleOptimizer:
                     for key, value in tensors.items()
                     if key.startswith(prefix)
                 }
+                if found and {key: tuple(value.shape) for key, value in found.items()} != {
+                    "step": (),
+                    "exp_avg": tuple(parameter.shape),
+                    "exp_avg_sq": tuple(parameter.shape),
+                }:
+                    raise ArtefactError(f"the optimizer state of {prefix[:-1]} doesn't fit its weights")
                 # AdamW keeps its step count on the CPU and its moments beside the weights.
                 found = {
                     key: value if key == "step" else value.to(parameter.device)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llmppo.config import PPOConfig, SamplingConfig
 from llmppo.engines.base import GenerationEngine
-from llmppo.errors import ArtefactError, ConfigError
+from llmppo.errors import ArtefactError, ConfigError, reading
 from llmppo.models.adapted import ACTOR, CRITIC, REFERENCE, AdaptedModel
 from llmppo.models.quantized import is_quantized
 from llmppo.trainer.allocator import keep_freed_memory
@@ -152,7 +152,8 @@ class AgentState:
             raise ArtefactError(
                 f"{file} doesn't exist; give a PEFT directory or a checkpoint with `{adapter_name}/`"
             )
-        self.model.load_adapter_state(adapter_name, load_file(file))
+        with reading(file, way_out="give another one"):
+            self.model.load_adapter_state(adapter_name, load_file(file))
 
     # -- checkpoints --------------------------------------------------------------------------
 
@@ -227,26 +228,27 @@ class AgentState:
         `overwrite_critic_adapter` seeds it from the actor.
         """
         checkpoint = Checkpoint.open(path)
-        require_same_lora(
-            checkpoint.adapter_config(ACTOR),
-            lora_fields(self.model.peft.peft_config[ACTOR]),
-            checkpoint.folder,
-        )
-        base = checkpoint.base()
-        if base is not None:
-            _require_same_shapes(base, self.model.base.state_dict(), checkpoint.folder)
-            self.model.base.load_state_dict(base, strict=False)
-        actor = checkpoint.adapter(ACTOR)
-        self.model.load_adapter_state(ACTOR, actor)
-        if REFERENCE in self.model.adapters:
-            own = checkpoint.has_adapter(REFERENCE) and not overwrite_reference_adapter
-            self.model.load_adapter_state(REFERENCE, checkpoint.adapter(REFERENCE) if own else actor)
-        if CRITIC in self.model.adapters:
-            if overwrite_critic_adapter:
-                self.model.load_adapter_state(CRITIC, actor)
-            elif checkpoint.has_adapter(CRITIC):
-                self.model.load_adapter_state(CRITIC, checkpoint.adapter(CRITIC))
-        self.model.value_head.load_state_dict(checkpoint.value_head())
+        with reading(checkpoint.folder):
+            require_same_lora(
+                checkpoint.adapter_config(ACTOR),
+                lora_fields(self.model.peft.peft_config[ACTOR]),
+                checkpoint.folder,
+            )
+            base = checkpoint.base()
+            if base is not None:
+                _require_same_shapes(base, self.model.base.state_dict(), checkpoint.folder)
+                self.model.base.load_state_dict(base, strict=False)
+            actor = checkpoint.adapter(ACTOR)
+            self.model.load_adapter_state(ACTOR, actor)
+            if REFERENCE in self.model.adapters:
+                own = checkpoint.has_adapter(REFERENCE) and not overwrite_reference_adapter
+                self.model.load_adapter_state(REFERENCE, checkpoint.adapter(REFERENCE) if own else actor)
+            if CRITIC in self.model.adapters:
+                if overwrite_critic_adapter:
+                    self.model.load_adapter_state(CRITIC, actor)
+                elif checkpoint.has_adapter(CRITIC):
+                    self.model.load_adapter_state(CRITIC, checkpoint.adapter(CRITIC))
+            self.model.value_head.load_state_dict(checkpoint.value_head())
 
     def load_checkpoint(
         self,
@@ -264,27 +266,29 @@ class AgentState:
         """
         checkpoint = Checkpoint.open(path)
         self.load_weights(path, overwrite_reference_adapter, overwrite_critic_adapter)
-        state = checkpoint.trainer
-        if restore_config:
-            self.update_settings(
-                **{name: value for name, value in state["settings"].items() if name in SETTINGS}
-            )
-        elif restore_hyperparameters:
-            self.update_settings(**{name: state["settings"][name] for name in ("lr_actor", "lr_critic")})
-        for name in COUNTERS:
-            setattr(self, name, copy.copy(state[name]))
-        self.max_turns = self.max_turns or state["max_turns"]
-        self.running_returns = RunningReturns(
-            enabled=self.config.normalize_returns, **state["running_returns"]
-        )
-        if load_optimizer:
-            tensors = checkpoint.optimizer()
-            if tensors is None:
-                warnings.warn(
-                    f"{checkpoint.folder} holds no optimizer state; the optimizer starts fresh", stacklevel=2
+        with reading(checkpoint.folder):
+            state = checkpoint.trainer
+            if restore_config:
+                self.update_settings(
+                    **{name: value for name, value in state["settings"].items() if name in SETTINGS}
                 )
-            self.optimizer.load_state(self._parameter_names(), tensors or {})
-        self._engine = None
+            elif restore_hyperparameters:
+                self.update_settings(**{name: state["settings"][name] for name in ("lr_actor", "lr_critic")})
+            for name in COUNTERS:
+                setattr(self, name, copy.copy(state[name]))
+            self.max_turns = self.max_turns or state["max_turns"]
+            self.running_returns = RunningReturns(
+                enabled=self.config.normalize_returns, **state["running_returns"]
+            )
+            if load_optimizer:
+                tensors = checkpoint.optimizer()
+                if tensors is None:
+                    warnings.warn(
+                        f"{checkpoint.folder} holds no optimizer state; the optimizer starts fresh",
+                        stacklevel=2,
+                    )
+                self.optimizer.load_state(self._parameter_names(), tensors or {})
+            self._engine = None
 
     def clean_up(self) -> None:
         """Drop model, optimizer and engine (with its vLLM), so that their memory is free before another agent is made."""

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
-from llmppo.errors import ArtefactError, LlmppoError
+from llmppo.errors import ArtefactError, LlmppoError, reading
 from llmppo.files import canonical_json
 from llmppo.trajectories.episode import Episode, EpisodeSpec, StopReason, Turn
 from llmppo.trajectories.schema import (
@@ -126,7 +126,8 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
     facts = open_parquet(path).schema_arrow.metadata or {}
     if b"llmppo.metadata" not in facts:
         raise ArtefactError(f"{path} was not written by llmppo; it has no llmppo.metadata")
-    return json.loads(facts[b"llmppo.metadata"])
+    with reading(path):
+        return json.loads(facts[b"llmppo.metadata"])
 
 
 def read_episodes(paths: str | Path | Sequence[str | Path]) -> list[Episode]:
@@ -158,11 +159,13 @@ def _read_file(path: str | Path) -> list[Episode]:
         )
     if not table.schema.equals(EPISODE_SCHEMA, check_metadata=False):
         raise ArtefactError(f"{path} has other columns or types than episodes of version {SCHEMA_VERSION}")
-    scalars = {name: table.column(name).to_pylist() for name in SCALARS}
-    lists = {
-        name: list_values(table.column(name), as_numpy=name in TOKEN_LISTS)
-        for name in (*TOKEN_LISTS, *TURN_LISTS, *SEGMENT_LISTS)
-    }
+    with reading(path):
+        table.validate(full=True)
+        scalars = {name: table.column(name).to_pylist() for name in SCALARS}
+        lists = {
+            name: list_values(table.column(name), as_numpy=name in TOKEN_LISTS)
+            for name in (*TOKEN_LISTS, *TURN_LISTS, *SEGMENT_LISTS)
+        }
     episodes = []
     for row, episode_id in enumerate(scalars["episode_id"]):
         try:
@@ -172,7 +175,7 @@ def _read_file(path: str | Path) -> list[Episode]:
                     {name: column[row] for name, column in lists.items()},
                 )
             )
-        except (LlmppoError, ValueError) as error:
+        except (LlmppoError, ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
             raise ArtefactError(
                 f"{path}, episode {episode_id}: {error}; delete the file and run the same command"
             ) from error
