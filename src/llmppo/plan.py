@@ -5,6 +5,7 @@ imports a model library.
 """
 
 import json
+import os
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,7 @@ from llmppo.config import (
 )
 from llmppo.errors import ConfigError
 from llmppo.experiment import variant_config
-from llmppo.files import canonical_json, digest, files_of
+from llmppo.files import MANIFEST, canonical_json, digest, files_of
 from llmppo.grain import Block, partition, reached, record, recorded
 from llmppo.layout import Layout, shards
 from llmppo.ownership import near
@@ -40,20 +41,37 @@ def _first_users(keys: dict[User, str]) -> dict[str, User]:
 
 
 class Plan:
-    """The jobs of one experiment: what they read, what they write, in which order."""
+    """The jobs of one experiment: what they read, what they write, in which order.
 
-    def __init__(self, experiment: ExperimentConfig) -> None:
+    With `whole_folders`, for results in an object store, rules declare folders with all that is in them.
+    """
+
+    def __init__(self, experiment: ExperimentConfig, whole_folders: bool = False) -> None:
         if experiment.name in RESERVED_NAMES:
             raise ConfigError(
                 f"name: `{experiment.name}` is a folder of its own below `results`; choose another name"
             )
         self.experiment = experiment
+        self.whole_folders = whole_folders
         self.layout = Layout(near(experiment.results), experiment.name)
         self.variants = {name: variant_config(experiment, name) for name in experiment.variants}
         self.replays = {name: config.replays for name, config in self.variants.items() if config.replays}
         self.sampled = [name for name in self.variants if name not in self.replays]
         self.chains = [(variant, seed) for variant in self.variants for seed in experiment.seeds]
         self.last = experiment.iterations
+        if whole_folders:
+            self._check_storable()
+
+    def _check_storable(self) -> None:
+        if os.path.isabs(self.layout.results):
+            raise ConfigError(
+                "results: in an object store this is a folder below the storage prefix; give a relative path"
+            )
+        if any(config.stop_at for config in self.variants.values()):
+            raise ConfigError(
+                "stop_at: the policies of a stopped chain point to its last one, which their jobs don't get from an "
+                "object store; leave it out there, or keep results on a file system that all machines share"
+            )
 
     # Parameters of jobs.
 
@@ -244,20 +262,24 @@ class Plan:
             return r"(?!0000)\d\d\d\d+"
         return "|".join(f"{job[0]:04d}" for job in self.jobs if len(job) == 1) or "(?!)"
 
-    # Artefacts of a chain, as files that Snakemake watches. A folder is represented by its manifest.
+    # Artefacts of a chain, as files that Snakemake watches.
+
+    def watched(self, folder: str) -> str:
+        """What stands for a folder: its manifest, or the folder itself where jobs get only what is declared."""
+        return folder if self.whole_folders else f"{folder}/{MANIFEST}"
 
     def base_manifest(self, variant: str, seed: int) -> str:
-        return f"{self.layout.base_model(self.base_keys[variant, seed])}/manifest.json"
+        return self.watched(self.layout.base_model(self.base_keys[variant, seed]))
 
     def dataset_manifest(self, variant: str) -> list[str]:
         key = self.dataset_keys.get(variant)
-        return [] if key is None else [f"{self.layout.dataset(key)}/manifest.json"]
+        return [] if key is None else [self.watched(self.layout.dataset(key))]
 
     def baselines_file(self) -> str:
         return self.layout.baselines(self.baselines_key)
 
     def policy_manifest(self, variant: str, seed: int, iteration: int) -> str:
-        return self.layout.of_chain(variant, seed).policy_manifest(iteration)
+        return self.watched(self.layout.policy(variant, seed, iteration))
 
     def shards(self, variant: str) -> range:
         config = self.variants[variant]
@@ -298,10 +320,11 @@ class Plan:
         """What goes of policy `iteration - 2` once update `iteration` is done: nothing, "optimizer" or "weights".
 
         The policy before stays whole: should this update be cut off before Snakemake notes its end, it runs
-        again. Policy 0 stays whole for edits that rerun the chain from its start.
+        again. Policy 0 stays whole for edits that rerun the chain from its start. In an object store all do: a job
+        has copies.
         """
         old = iteration - 2
-        if old <= 0:
+        if old <= 0 or self.whole_folders:
             return ""
         kept = old % self.experiment.keep_every == 0 or old in self.evaluated()
         return "optimizer" if kept else "weights"
@@ -353,6 +376,6 @@ class Plan:
         """What a finished experiment has."""
         yield self.layout.report
         for variant, seed in self.chains:
-            yield f"{self.layout.export(variant, seed)}/manifest.json"
+            yield self.watched(self.layout.export(variant, seed))
             if self.experiment.tracking.mlflow:
                 yield self.layout.tracked(variant, seed)

@@ -113,6 +113,11 @@ def profile_arguments(profile: Path) -> list[str]:
 
     with open(profile, encoding="utf-8") as file:
         values = ProfileConfigFileParser().parse(file)
+    if "default-storage-provider" in values:
+        raise ConfigError(
+            f"{profile}: `llmppo run` reads results as files, which an object store hasn't; plain Snakemake does the work: "
+            f"snakemake --workflow-profile {profile.parent}"
+        )
     plugin = f"snakemake-executor-plugin-{values.get('executor', LOCAL)}"
     if values.get("executor", LOCAL) != LOCAL and find_spec(plugin.replace("-", "_")) is None:
         raise ConfigError(

@@ -17,21 +17,24 @@ from typing import Any
 
 from llmppo import cli
 from llmppo.errors import EnvironmentFault
-from llmppo.files import digest, write_json, write_text
+from llmppo.files import MANIFEST, digest, write_json, write_text
 
 FILES_BESIDE_OUT = {
     "report": ("rollouts.html", "summary.csv", "figures/learning_curve.png"),
     "track": ("mlflow.html",),
 }
+WEIGHTS = "weights"
 FOLDERS = {"base_model", "dataset", "critic_warmup", "update", "evaluate", "export"}
 
 
 def content(value: Any) -> Any:
-    """What a stage can see of an option: a file's or manifest's text, else the value itself."""
+    """What a stage can see of an option: the text of a file or of a folder with a manifest, else the value itself."""
     if isinstance(value, list | tuple):
         return [content(part) for part in value]
     if isinstance(value, Path):
-        path = value / "manifest.json" if value.is_dir() else value
+        if (value / MANIFEST).is_file():
+            return [(value / name).read_text() for name in (MANIFEST, WEIGHTS)]
+        path = value
         if path.is_file():
             text = path.read_text()
             if path.name == "metrics.json":  # the time of writing is no result
@@ -74,7 +77,8 @@ def fake_run(stage: str, settings: dict[str, Any], **options: Any) -> str:
         write_text(outputs["advantages"], token)
     if stage in FOLDERS:
         if stage != "evaluate":
-            write_json(out / "manifest.json", {"token": token, "files": {}})
+            write_text(out / WEIGHTS, token)
+            write_json(out / MANIFEST, {"files": {}})
     else:
         write_text(out, token)
     return f"fake {stage} done"

@@ -3,11 +3,11 @@
 
 rule base_model:
     input:
-        sources=lambda wildcards: PLAN.base_model_sources(
-            base_model_chain(wildcards)[0]
+        sources=lambda wildcards: from_outside(
+            PLAN.base_model_sources(base_model_chain(wildcards)[0])
         ),
     output:
-        manifest=f"{LAYOUT.base_model('{key}')}/manifest.json",
+        manifest=whole(LAYOUT.base_model("{key}")),
     log:
         LAYOUT.shared_log("base_model", "{key}"),
     benchmark:

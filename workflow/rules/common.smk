@@ -23,11 +23,15 @@ from llmppo.process import (
 )
 from llmppo.worker.client import OFF, WORKER
 
+# Results in an object store: a job has copies of what its rule declares and nothing else.
+STORED = workflow.storage_settings.default_storage_provider is not None
+
 try:
     for configfile in workflow.configfiles:
         read_values(configfile)  # Snakemake has read it, but takes a repeated key
     PLAN = Plan(
-        parse_experiment(config, ", ".join(map(str, workflow.configfiles)) or "config")
+        parse_experiment(config, ", ".join(map(str, workflow.configfiles)) or "config"),
+        whole_folders=STORED,
     )
     check_home(PLAN.layout.results)
 except LlmppoError as error:
@@ -123,6 +127,16 @@ def first(wildcards):
 def keep_pace(wildcards):
     """Priority of an iteration's jobs: chains that lag behind go first, so that none is left alone at the end."""
     return max(PLAN.last - int(wildcards.iteration), 0)
+
+
+def whole(folder):
+    """A folder as an output: by its manifest, or with all that is in it."""
+    return directory(folder) if STORED else PLAN.watched(folder)
+
+
+def from_outside(files):
+    """Inputs that no rule makes, which lie where the config says and not among the results."""
+    return [local(file) for file in files]
 
 
 def input_folder(name):

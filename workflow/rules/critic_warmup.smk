@@ -6,7 +6,7 @@ rule critic_warmup:
         base=base_manifest,
         rollouts=lambda wildcards: PLAN.warmup_rollouts(*chain_of(wildcards)),
     output:
-        policy=f"{LAYOUT.policy('{variant}', '{seed}', 0)}/manifest.json",
+        policy=whole(LAYOUT.policy("{variant}", "{seed}", 0)),
         metrics=LAYOUT.warmup_metrics("{variant}", "{seed}"),
     log:
         LAYOUT.log("critic_warmup", "{variant}", "{seed}", "critic_warmup"),

@@ -3,11 +3,11 @@
 
 rule dataset:
     input:
-        sources=lambda wildcards: PLAN.dataset_sources(dataset_variant(wildcards)),
+        sources=lambda wildcards: from_outside(
+            PLAN.dataset_sources(dataset_variant(wildcards))
+        ),
     output:
-        manifest=f"{LAYOUT.dataset('{key}')}/manifest.json",
-        train=f"{LAYOUT.dataset('{key}')}/train.jsonl",
-        eval=f"{LAYOUT.dataset('{key}')}/eval.jsonl",
+        manifest=whole(LAYOUT.dataset("{key}")),
     log:
         LAYOUT.shared_log("dataset", "{key}"),
     benchmark:

@@ -30,7 +30,7 @@ rule export:
         config=rules.variant_config.output[0],
         metrics=lambda wildcards: PLAN.measured(*chain_of(wildcards)),
     output:
-        manifest=f"{LAYOUT.export('{variant}', '{seed}')}/manifest.json",
+        manifest=whole(LAYOUT.export("{variant}", "{seed}")),
     log:
         LAYOUT.log("export", "{variant}", "{seed}", "export"),
     benchmark:

@@ -12,7 +12,7 @@ for BLOCK in PLAN.blocks:
             dataset=dataset_manifest,
             evaluation=stop_evaluation_of(BLOCK),
         output:
-            policies=[CHAIN.policy_manifest(i) for i in BLOCK.iterations],
+            policies=[whole(CHAIN.policy(i)) for i in BLOCK.iterations],
             rollouts=[
                 CHAIN.rollout(i, shard)
                 for i in BLOCK.iterations

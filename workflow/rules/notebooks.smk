@@ -5,7 +5,7 @@ NOTEBOOKS = Path(workflow.current_basedir).parents[1] / "notebooks"
 
 rule notebook:
     input:
-        notebook=str(NOTEBOOKS / "{notebook}.ipynb"),
+        notebook=local(str(NOTEBOOKS / "{notebook}.ipynb")),
         report=LAYOUT.report,
     output:
         LAYOUT.notebook("{notebook}"),

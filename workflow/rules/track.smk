@@ -22,6 +22,13 @@ rule mlflow_init:
         "{params.env} exec llmppo mlflow-init --uri {params.uri:q} --out {output:q} --log {log:q}"
 
 
+# The default store is a file of the machine that Snakemake runs on.
+if STORED and PLAN.experiment.tracking.uri is None:
+
+    localrules:
+        track,
+
+
 # One writer at a time (`mlflow=1`): a sqlite store serves no more.
 rule track:
     input:
@@ -29,7 +36,7 @@ rule track:
         metrics=lambda wildcards: PLAN.measured(*chain_of(wildcards)),
         transcripts=lambda wildcards: PLAN.transcripts(*chain_of(wildcards)),
         config=LAYOUT.config("{variant}", "{seed}"),
-        export=f"{LAYOUT.export('{variant}', '{seed}')}/manifest.json",
+        export=PLAN.watched(LAYOUT.export("{variant}", "{seed}")),
         # Only waited for: a new seed changes the figures, but not what the other chains log.
         report=ancient(LAYOUT.report),
     output:

@@ -8,7 +8,7 @@ rule update:
         rollouts=own_rollouts,
         evaluation=stop_evaluation,
     output:
-        policy=f"{LAYOUT.policy('{variant}', '{seed}', '{iteration}')}/manifest.json",
+        policy=whole(LAYOUT.policy("{variant}", "{seed}", "{iteration}")),
         advantages=LAYOUT.advantages("{variant}", "{seed}", "{iteration}"),
         metrics=LAYOUT.metrics("{variant}", "{seed}", "{iteration}"),
     log:
