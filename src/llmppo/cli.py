@@ -13,6 +13,7 @@ import click
 
 from llmppo import __version__
 from llmppo.errors import LlmppoError, machine_fault
+from llmppo.secrecy import redact
 from llmppo.stage_command import FILE, FOLDER, NO_SETTINGS, option, stage_command
 from llmppo.worker.client import OFF, WORKER
 
@@ -24,7 +25,7 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except LlmppoError as error:
-            click.echo(f"llmppo {ctx.invoked_subcommand}: error: {error}", err=True)
+            click.echo(redact(f"llmppo {ctx.invoked_subcommand}: error: {error}"), err=True)
             ctx.exit(1)
         except OSError as error:
             if (fault := machine_fault(error)) is None:

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from llmppo.secrecy import holds_password
+
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Most = Field(le=1_000_000)  # of what the plan of a run lists one by one
@@ -223,7 +225,7 @@ class VLLMConfig(Section):
     )
     urls: list[str] = Field(
         [],
-        description="Servers to ask, `http://host:port` or `unix:/path`; without any, the run starts one of its own. They must see the results folder under the same path.",
+        description="Servers to ask, `http://host:port` or `unix:/path`; without any, the run starts one of its own. They must see the results folder under the same path. Their API key comes from the environment variable VLLM_API_KEY.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Data type of weights and cache; `auto` takes the base model's."
@@ -261,6 +263,10 @@ class VLLMConfig(Section):
         for url in self.urls:
             if not url.startswith(("http://", "https://", "unix:/")):
                 raise ValueError(f"urls: `{url}` is neither `http://host:port` nor `unix:/path`")
+            if holds_password(url):
+                raise ValueError(
+                    "urls: an address holds a user or password, which would stand in logs and results; set VLLM_API_KEY in the environment"
+                )
         return self
 
 
@@ -564,7 +570,20 @@ class TrackingConfig(Section):
     """The MLflow mirror of the metrics files."""
 
     mlflow: bool = Field(True, description="Mirror metrics, params and artefacts to MLflow.")
-    uri: str | None = Field(None, description="Tracking URI; null takes a sqlite file in the results folder.")
+    uri: str | None = Field(
+        None,
+        description="Tracking URI, without a password; null takes a sqlite file in the results folder.",
+    )
+
+    @field_validator("uri")
+    @classmethod
+    def _open_address(cls, uri: str | None) -> str | None:
+        if uri is not None and holds_password(uri):
+            raise ValueError(
+                "the address holds a user or password, which would stand in logs and results; set MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, or what the database's driver reads (PGPASSWORD) in the environment"
+            )
+        return uri
 
 
 class StopConfig(Section):

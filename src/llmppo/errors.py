@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from llmppo.secrecy import redact
+
 # What code of a user may raise without ending the run: `sys.exit` too, which libraries call.
 RAISED_BY_USERS = (Exception, SystemExit)
 
@@ -28,7 +30,13 @@ class TrajectoryError(LlmppoError):
 
 
 class EnvironmentFault(LlmppoError):
-    """An environment raised, or returned something outside its protocol."""
+    """An environment raised, or returned something outside its protocol.
+
+    Its words may have a secret in them, and get into results.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(redact(message))
 
 
 class EnvironmentTimeout(EnvironmentFault):

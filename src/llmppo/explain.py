@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from llmppo.config import ExperimentConfig, Section
 from llmppo.errors import ConfigError
+from llmppo.secrecy import redact
 
 MOST = 10  # faults that are told
 
@@ -47,7 +48,7 @@ def _sections_in(annotation: Any) -> list[Any]:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = redact(repr(value))
     return text if len(text) <= 100 else f"{text[:100]}…"
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from llmppo.errors import ConfigError
+from llmppo.secrecy import variable_in
 
 LARGEST = 60_000  # characters of JSON; Linux takes 131,072 bytes an argument
 DEEPEST = 40
@@ -72,6 +73,11 @@ def require_plain(values: Any, source: str) -> None:
         fault = f"it is nested deeper than {DEEPEST}" if len(path) > DEEPEST else _fault(value)
         if fault is not None:
             raise ConfigError(f"{source}:\n  {key or '(top level)'}: {fault}")
+        if isinstance(value, str) and (variable := variable_in(value)) is not None:
+            raise ConfigError(
+                f"{source}:\n  {key}: holds the value of the environment variable {variable}, which would stand in logs and results; "
+                "let the code that needs it read the variable"
+            )
         # Lists and mappings count too, so that no walk is endless.
         room -= len(json.dumps(value)) + 2 if isinstance(value, str | int | float) else 4
         if room < 0:

@@ -19,6 +19,7 @@ import click
 from llmppo.errors import ConfigError, LlmppoError, machine_fault, memory_fault
 from llmppo.files import MANIFEST, write_json
 from llmppo.process import die_with_workflow, is_rank, redirect_output, run_ranks, thread_environment
+from llmppo.secrecy import redact
 from llmppo.worker.client import delegate, offered
 
 FILE = click.Path(path_type=Path, dir_okay=False)
@@ -75,6 +76,7 @@ def read_settings(text: str, stage: str, variant: str | None) -> dict[str, Any]:
 
 def _say(text: str, terminal: TextIO | None) -> None:
     """To stderr, and to the terminal where stderr is a log, which may be on a full disk."""
+    text = redact(text)
     for stream in (sys.stderr, terminal):
         if stream is not None:
             with suppress(OSError):
@@ -118,8 +120,8 @@ def run_stage(
             return 1
         if terminal is None:
             raise
-        traceback.print_exc()
-        last = traceback.format_exception_only(error)[-1].strip()
+        print(redact(traceback.format_exc()), file=sys.stderr)
+        last = redact(traceback.format_exception_only(error)[-1].strip())
         print(f"{name}: {last} (traceback in {log})", file=terminal, flush=True)
         return 1
     if summary:

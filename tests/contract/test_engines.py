@@ -6,6 +6,7 @@ differ, so sampled replies are held against the model's own log-probs, not again
 
 import functools
 import importlib.util
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -323,3 +324,33 @@ def test_the_config_refuses_what_the_trainer_cannot_replay():
             RolloutConfig(**settings)
         RolloutConfig(**settings, unreplayed_sampling="weigh")
     RolloutConfig(top_p=0.9, min_p=0.1, min_output_tokens=2, top_k=100)
+
+
+@VLLM
+def test_a_server_of_the_run_answers_nobody_without_its_key(server, monkeypatch):
+    """The key is in its environment and in a file of ours, not among arguments that everybody can see, nor in its log."""
+    from llmppo.engines import vllm_client
+    from llmppo.engines.vllm_client import key_file
+
+    url = server.urls[0]
+    file = key_file(url)
+    key = file.read_text()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+    arguments = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it just ended
+            arguments.append((process / "cmdline").read_bytes())
+    assert any(b"vllm_server" in words for words in arguments)
+    assert not any(key.encode() in words for words in arguments)
+    assert key not in file.with_suffix(".log").read_text()
+    body = {"model": "policy", "token_ids": [1], "sampling_params": {"max_tokens": 1}}
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        monkeypatch.setattr(
+            vllm_client, "_headers", lambda _, given=headers: {"Content-Type": "application/json", **given}
+        )
+        for path in ("/inference/v1/generate", "/v1/load_lora_adapter", "/v1/models"):
+            method = "GET" if path == "/v1/models" else "POST"
+            status, _ = vllm_client.call(url, method, path, body if method == "POST" else None, timeout=60)
+            assert status == 401
+        assert vllm_client.is_healthy(url)

@@ -20,10 +20,12 @@ from llmppo.stage_settings import stage_settings
 from llmppo.worker import place as place_module
 from llmppo.worker.client import OFF, WORKER, offered
 from llmppo.worker.place import find_place, key_of, private_folder
+from llmppo.worker.server import Worker
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LLMPPO = str(Path(sys.executable).with_name("llmppo"))
 CONFIG = REPOSITORY / "config" / "test" / "tiny.yaml"
+NOBODY = 65534
 SLEEPY = """
 import pathlib, time
 from llmppo.envs.guess_number import GuessNumber
@@ -363,6 +365,45 @@ def test_the_socket_lies_where_only_this_user_can_open_it(
     folder.symlink_to(runtime)
     assert private_folder() is None
     assert find_place(os.getpid()) is None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be several users")
+def test_a_folder_of_another_user_is_not_taken(monkeypatch: pytest.MonkeyPatch, runtime: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    folder = private_folder()
+    assert folder is not None
+    os.chown(folder, NOBODY, NOBODY)
+    assert private_folder() is None
+    os.chown(folder, 0, 0)
+    for mode in (0o755, 0o770, 0o701):
+        folder.chmod(mode)
+        assert private_folder() is None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be several users")
+def test_a_request_of_another_user_is_refused(runtime: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Even where the folder lets it through, the kernel says who asks."""
+    worker = Worker(runtime / "a.sock", os.getpid())
+    worker.listen()
+    runtime.chmod(0o755)
+    (runtime / "a.sock").chmod(0o777)
+    code = (
+        "import socket, sys; from llmppo.worker.messages import receive, send; s = socket.socket(socket.AF_UNIX); "
+        "s.connect(sys.argv[1])\n"
+        "request = {'arguments': ['--version'], 'environment': {}, 'umask': 0, 'base': None}\n"
+        "try: send(s, request, [0, 1, 2]); print(receive(s))\nexcept (EOFError, OSError): print('refused')"
+    )
+
+    # Started as root, since nobody may not read the code; it is another user before it connects.
+    start = f"import os; os.setgroups([]); import llmppo.worker.messages; os.setgid({NOBODY}); os.setuid({NOBODY}); "
+    child = subprocess.Popen(
+        [sys.executable, "-c", start + code, runtime / "a.sock"], stdout=subprocess.PIPE, text=True
+    )
+    worker.accept()
+    assert child.communicate(timeout=60)[0] == "refused\n"
+    assert worker.jobs == []
+    assert f"user {NOBODY} is not ours" in capfd.readouterr().err
+    worker.end()
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,7 @@ def test_settings_that_contradict_each_other():
         {"sleep_mode": True},
         {"mode": "server", "urls": ["http://a:1"], "sleep_mode": True},
         {"mode": "server", "urls": ["a:1"]},
+        {"mode": "server", "urls": ["http://me:secret@a:1"]},
     ):
         with pytest.raises(ValueError, match=r"urls|sleep_mode"):
             VLLMConfig(**settings)
@@ -184,6 +185,7 @@ class FakeServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
     def __init__(self, path):
         self.log, self.status, self.sleeping, self.loaded = [], 200, False, set()
+        self.key, self.keys = None, []
         super().__init__(str(path), FakeHandler)
 
 
@@ -204,8 +206,11 @@ class FakeHandler(BaseHTTPRequestHandler):
     def answer(self, body):
         server = self.server
         server.log.append((self.command, self.path, body))
+        server.keys.append(self.headers.get("Authorization"))
         status, answer = 200, {"is_sleeping": server.sleeping}
-        if self.path.startswith("/sleep") or self.path == "/wake_up":
+        if server.key and server.keys[-1] != f"Bearer {server.key}" and self.path != "/health":
+            status, answer = 401, {"error": "Unauthorized"}
+        elif self.path.startswith("/sleep") or self.path == "/wake_up":
             server.sleeping = self.path != "/wake_up"
         elif self.path == "/v1/load_lora_adapter":
             if body["lora_name"] in server.loaded:
@@ -270,6 +275,28 @@ def test_where_one_server_fails_the_next_is_asked(tmp_path):
             complete(urls[:1])
     with pytest.raises(EngineError, match=r"no healthy vLLM server within 1 s"):
         complete(urls[:1])
+
+
+def test_a_server_gets_its_key(tmp_path, monkeypatch):
+    """That beside the socket of one of our own, else the environment's; never in a log or an error."""
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    url = f"unix:{tmp_path}/a.sock"
+    with serving(tmp_path / "a.sock") as server:
+        server.key = "key-of-the-server"
+        with pytest.raises(EngineError, match=r"asks for another API key; set VLLM_API_KEY"):
+            complete([url])
+        assert set(server.keys) == {None}
+        monkeypatch.setenv("VLLM_API_KEY", "key-of-another-one")
+        with pytest.raises(EngineError, match=r"a\.sock: the server asks for another API key") as refused:
+            complete([url])
+        assert "key-of" not in str(refused.value)
+        monkeypatch.setenv("VLLM_API_KEY", "key-of-the-server")
+        assert len(complete([url])) == 4
+        server.key = vllm_server._new_key(tmp_path / "a.key")
+        assert (tmp_path / "a.key").stat().st_mode & 0o777 == 0o600
+        assert len(complete([url])) == 4
+        assert server.keys[-1] == f"Bearer {server.key}"
+        assert vllm_server._new_key(tmp_path / "a.key") != server.key
 
 
 def test_a_server_sleeps_when_nobody_uses_it(tmp_path):

@@ -7,11 +7,14 @@ seed, so asking again is safe.
 
 import http.client
 import json
+import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,6 +23,9 @@ from llmppo.engines.vllm import Adapter, Completion
 from llmppo.errors import EngineError
 
 UNIX = "unix:"
+API_KEY = (
+    "VLLM_API_KEY"  # vLLM's own variable: what its server asks for, and what we send to servers of others
+)
 POLL_S = 0.25
 HEALTH_S = 10.0  # for a server to say that it is well
 
@@ -37,6 +43,18 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
+def key_file(url: str) -> Path | None:
+    """Where the key of a server of this run's own is, beside its socket."""
+    return Path(url.removeprefix(UNIX)).with_suffix(".key") if url.startswith(UNIX) else None
+
+
+def _headers(url: str) -> dict[str, str]:
+    file = key_file(url)
+    own = file is not None and file.is_file()
+    key = file.read_text(encoding="utf-8") if file is not None and own else os.environ.get(API_KEY)
+    return {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+
+
 def call(url: str, method: str, path: str, body: Any = None, *, timeout: float) -> tuple[int, str]:
     """Status and text of one request to a server at `http://host:port` or `unix:/path`. Raises OSError."""
     connection: http.client.HTTPConnection
@@ -48,7 +66,7 @@ def call(url: str, method: str, path: str, body: Any = None, *, timeout: float) 
         connection, prefix = kind(parts.netloc, timeout=timeout), parts.path.rstrip("/")
     try:
         text = None if body is None else json.dumps(body)
-        connection.request(method, prefix + path, text, {"Content-Type": "application/json"})
+        connection.request(method, prefix + path, text, _headers(url))
         response = connection.getresponse()
         return response.status, response.read().decode("utf-8", "replace")
     except http.client.HTTPException as error:
@@ -104,6 +122,7 @@ class Servers:
             {"lora_name": adapter.name, "lora_path": str(adapter.path)},
             timeout=self._config.request_timeout_s,
         )
+        _require_key(url, status)
         if status != 200 and "already been loaded" not in text:
             raise EngineError(
                 f"{url}: {adapter.path} can't be loaded ({status}: {_message(text)}); the server must see this path, "
@@ -129,10 +148,18 @@ class Servers:
                 continue
             if status == 200:
                 return _completion(json.loads(text))
+            _require_key(url, status)
             faults.append(f"{url}: {status}, {_message(text)}")
             if status < 500:
                 break
         raise EngineError("no vLLM server answers: " + "; ".join(faults))
+
+
+def _require_key(url: str, status: int) -> None:
+    if status == HTTPStatus.UNAUTHORIZED:
+        raise EngineError(
+            f"{url}: the server asks for another API key; set {API_KEY} to it in the environment"
+        )
 
 
 def _message(text: str) -> str:

@@ -2,7 +2,7 @@
 
 A server belongs to a process, the Snakemake of a run (`OWNER`), or the stage itself when it was called by
 hand. Its name is made from that process and all of its arguments; its socket lies in a folder that only this
-user can open. `python -m llmppo.engines.vllm_server OWNER ARGUMENTS...` is `vllm serve ARGUMENTS...` that ends
+user can open, with a key that only this user can read: vLLM answers nobody without it. `python -m llmppo.engines.vllm_server OWNER ARGUMENTS...` is `vllm serve ARGUMENTS...` that ends
 when process OWNER does.
 """
 
@@ -12,6 +12,7 @@ import fcntl
 import importlib.metadata
 import json
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -23,7 +24,7 @@ from typing import Any
 
 from llmppo.config import VLLMConfig
 from llmppo.engines.vllm import engine_environment, require_vllm
-from llmppo.engines.vllm_client import POLL_S, UNIX, call, is_healthy
+from llmppo.engines.vllm_client import API_KEY, POLL_S, UNIX, call, is_healthy
 from llmppo.errors import EngineError
 from llmppo.files import MANIFEST, check_manifest, digest
 from llmppo.process import WORKFLOW, start_server, thread_environment
@@ -83,6 +84,7 @@ def ensure_server(
         if sleeps:
             base.with_suffix(".sleep").touch()
         log = log or base.with_suffix(".log")
+        key = _new_key(base.with_suffix(".key"))
         server = start_server(
             "llmppo.engines.vllm_server",
             [
@@ -95,6 +97,7 @@ def ensure_server(
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
                 "VLLM_SERVER_DEV_MODE": str(int(sleeps)),
+                API_KEY: key,  # not an option, which every user of the machine could see
             },
         )  # fmt: skip
         deadline = time.monotonic() + timeout_s
@@ -110,6 +113,15 @@ def ensure_server(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGKILL)
         raise EngineError(f"the vLLM server {why}; its output is in {log}")
+
+
+def _new_key(file: Path) -> str:
+    """A key for a server that is about to start, in a file that only this user can read."""
+    file.unlink(missing_ok=True)
+    key = secrets.token_urlsafe(32)
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as target:
+        target.write(key)
+    return key
 
 
 def servers_of(
@@ -195,7 +207,7 @@ def main(arguments: list[str]) -> None:
     _end_with(int(arguments[0]))
     if "--uds" in arguments:
         place = Path(arguments[arguments.index("--uds") + 1])
-        for path in (place, place.with_suffix(".sleep")):
+        for path in (place, place.with_suffix(".sleep"), place.with_suffix(".key")):
             atexit.register(path.unlink, missing_ok=True)
     _name_the_cpu_build()
     sys.argv = ["vllm", "serve", *arguments[1:]]

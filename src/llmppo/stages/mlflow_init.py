@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from llmppo.files import write_sealed
+from llmppo.secrecy import redact
 
 log = logging.getLogger(__name__)
 
@@ -17,7 +18,7 @@ def run(settings: Mapping[str, Any], *, uri: str, out: Path) -> str | None:
     try:
         initialise(uri)
     except Exception as error:  # whatever a tracker and its database drivers raise
-        reason = f"{type(error).__name__}: {error}".strip()
+        reason = redact(f"{type(error).__name__}: {error}".strip())
         log.warning("the tracker can't be initialised, training is not affected: %s", reason)
         write_sealed(out, {"ok": False, "error": reason[:2000]})
         return f"warning: the tracker can't be initialised ({reason.splitlines()[0][:200]})"

@@ -12,6 +12,7 @@ from typing import Any
 
 from llmppo.files import write_sealed, write_text
 from llmppo.layout import RUN_PAGE
+from llmppo.secrecy import redact
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +46,12 @@ def run(
         if mirror is not None:
             with contextlib.suppress(Exception):
                 mirror.fail()
-        reason = f"{type(error).__name__}: {error}".strip()
+        reason = redact(f"{type(error).__name__}: {error}".strip())
         log.warning("tracking failed, training is not affected: %s", reason)
         _write_page(out, variant, seed, reason=reason)
         write_sealed(out, {"ok": False, "error": reason[:2000]})
         return f"warning: tracking {variant}, seed {seed} failed ({reason.splitlines()[0][:200]})"
-    address = f"{uri.rstrip('/') if uri.startswith('http') else LOCAL_UI}/#{mirror.page}"
+    address = f"{redact(uri).rstrip('/') if uri.startswith('http') else LOCAL_UI}/#{mirror.page}"
     _write_page(out, variant, seed, address=address)
     write_sealed(out, {"ok": True, "run_id": mirror.run_id, "key": mirror.key, "new": new})
     return f"tracked {variant}, seed {seed}: {new} new entries"
