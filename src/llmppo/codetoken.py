@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from llmppo.errors import ConfigError
 from llmppo.files import digest
 
 PACKAGE = "llmppo"
@@ -90,11 +91,14 @@ def _imports(tree: ast.Module, package: str) -> Iterator[str]:
 
 @cache
 def _module(name: str) -> tuple[str, frozenset[str]] | None:
-    """Hash of a project or user module's code, and the names it imports."""
+    """Hash of a project or user module's code, and the names it imports. Raises ConfigError where it isn't Python."""
     path = _source(name)
     if path is None:
         return None
-    tree = _without_docstrings(ast.parse(path.read_bytes(), filename=str(path)))
+    try:
+        tree = _without_docstrings(ast.parse(path.read_bytes(), filename=str(path)))
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid Python: {error}") from None
     if name == CONFIG:
         tree = _without_fields(tree)
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]

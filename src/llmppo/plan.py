@@ -61,6 +61,7 @@ class Plan:
         self.last = experiment.iterations
         if whole_folders:
             self._check_storable()
+        self.code("rollout")  # a module of the user's that isn't Python is found here, before anything runs
 
     def _check_storable(self) -> None:
         if os.path.isabs(self.layout.results):

@@ -16,18 +16,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from llmppo.envs.dataset_rows import read_rows
-from llmppo.errors import LlmppoError
+from llmppo.errors import ArtefactError, LlmppoError
+from llmppo.experiment import parse_experiment, variant_config
 from llmppo.files import write_manifest
 from llmppo.reporting import transcripts
+from llmppo.stage_settings import stage_settings
+from llmppo.stages import base_model, critic_warmup, rollout, update
 from llmppo.testing.batches import made_up_batch, tiny_agent
 from llmppo.trajectories.episode import Episode, EpisodeSpec, StopReason, Turn
 from llmppo.trajectories.parquet import read_episodes, read_metadata, write_episodes
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 5.0
 
 
@@ -341,3 +346,44 @@ def test_damaged_policies_are_refused_by_their_folder(
             assert all(
                 bool(torch.isfinite(tensor).all()) for tensor in agent.model.adapter_state(name).values()
             )
+
+
+@pytest.mark.parametrize("wrong", [10**6, -3], ids=["too large", "negative"])
+@pytest.mark.parametrize("column", ["token_ids", "sampling_supports"])
+def test_tokens_of_another_model_are_refused(tmp_path: Path, column: str, wrong: int) -> None:
+    """By both stages that train, before anything is computed."""
+    values = yaml.safe_load((REPOSITORY / "config" / "test" / "tiny.yaml").read_text())
+    values["rollout"] |= {"top_k": 3}
+    config = variant_config(parse_experiment(values), "main")
+    base, policy = tmp_path / "base", tmp_path / "policy" / "0000"
+    base_model.run(stage_settings(config, "base_model"), seed=0, out=base)
+    warming = stage_settings(config, "critic_warmup")
+    warming["ppo"]["critic_warmup_steps"] = 0
+    critic_warmup.run(warming, base=base, seed=0, rollouts=[], out=policy, metrics=tmp_path / "m.json")
+    for split, iteration in (("warmup", 1), ("train", 1)):
+        file = tmp_path / split / "shard-0.parquet"
+        rollout.run(
+            stage_settings(config, "rollout"), base=base, policy=policy, dataset=None, seed=0, split=split, iteration=iteration,
+            shard=0, out=file,
+        )  # fmt: skip
+        table = pq.read_table(file)
+        rows, at = table.column(column).to_pylist(), table.column_names.index(column)
+        if column == "token_ids":
+            rows[1][0] = wrong
+        else:
+            sampled = next(number for number, support in enumerate(rows[1]) if support)
+            rows[1][sampled][0] = wrong
+        field = table.schema.field(column)
+        pq.write_table(table.set_column(at, field, pa.array(rows, field.type)), file)
+    told = rf"{{}}: {{}}-0001-00001 has token ids from .*{wrong}.*, the base model's are 0 to"
+    with pytest.raises(ArtefactError, match=told.format(tmp_path / "warmup", "warmup")):
+        critic_warmup.run(
+            stage_settings(config, "critic_warmup"), base=base, seed=0, rollouts=[tmp_path / "warmup" / "shard-0.parquet"],
+            out=tmp_path / "out", metrics=tmp_path / "m.json",
+        )  # fmt: skip
+    with pytest.raises(ArtefactError, match=told.format(tmp_path / "train", "train")):
+        update.run(
+            stage_settings(config, "update"), base=base, policy=policy, seed=0, iteration=1, out=tmp_path / "out",
+            advantages=tmp_path / "a.parquet", metrics=tmp_path / "m.json", rollouts=[tmp_path / "train" / "shard-0.parquet"],
+        )  # fmt: skip
+    assert not (tmp_path / "out").exists()

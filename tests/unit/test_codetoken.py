@@ -96,7 +96,7 @@ def test_nothing_is_imported_to_find_it(write: Write) -> None:
 
 def test_libraries_are_not_part_of_it() -> None:
     hashes = token("llmppo.files")
-    assert set(hashes) == {"llmppo.files", "llmppo.errors"}
+    assert set(hashes) == {"llmppo.files", "llmppo.errors", "llmppo.secrecy"}
     assert not any(name.partition(".")[0] in ("torch", "yaml", "json") for name in token("llmppo.config"))
 
 

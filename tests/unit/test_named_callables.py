@@ -9,6 +9,7 @@ import pytest
 from llmppo.errors import ConfigError
 from llmppo.experiment import parse_experiment
 from llmppo.imports import load_callable, module_fault
+from llmppo.plan import Plan
 
 TOUCH = (
     "from pathlib import Path\nPath({mark!r}).touch()\ndef reward(completion, answer, question): return 1.0\n"
@@ -107,3 +108,13 @@ def test_a_module_that_can_not_be_imported_says_where(places: Path, code: str, f
     Path("broken.py").write_text(code)
     with pytest.raises(ConfigError, match=rf"^env\.factory: importing `broken` failed: {fault}"):
         load_callable("broken:reward", "env.factory")
+
+
+@pytest.mark.parametrize("code", ["def (", "a = '\0'"])
+def test_what_is_not_python_is_found_before_a_run(places: Path, code: str) -> None:
+    """Also where a module of yours imports it."""
+    Path("mine.py").write_text("import wrong_here")
+    Path("wrong_here.py").write_text(code)
+    values = {"name": "x", "base_model": {"kind": "tiny"}, "env": {"factory": "mine:Env"}}
+    with pytest.raises(ConfigError, match=r"wrong_here\.py is not valid Python"):
+        Plan(parse_experiment(values))

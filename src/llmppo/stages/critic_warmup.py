@@ -30,7 +30,7 @@ def run(
     import_model_libraries()
     import torch
 
-    from llmppo.stages.learner import new_agent
+    from llmppo.stages.learner import new_agent, require_tokens
     from llmppo.trainer.aliases import ALIASES
     from llmppo.trainer.batch import batch_from_episodes
     from llmppo.trainer.ranks import joined
@@ -44,6 +44,7 @@ def run(
         by_step[episode.spec.iteration].append(episode)
     with joined(settings) as ranks:
         agent = new_agent(settings, base, seed, LoraSection.model_validate(settings["lora"]))
+        require_tokens(episodes, agent, list(rollouts))
         if len(by_step) != agent.config.critic_warmup_steps:
             raise ArtefactError(
                 f"{agent.config.critic_warmup_steps} warm-up steps need as many rollout batches; {len(by_step)} were given"

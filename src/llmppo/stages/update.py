@@ -48,7 +48,7 @@ def run(
     import_model_libraries()
     import torch
 
-    from llmppo.stages.learner import new_agent
+    from llmppo.stages.learner import new_agent, require_tokens
     from llmppo.trainer.aliases import ALIASES
     from llmppo.trainer.batch import batch_from_episodes
     from llmppo.trainer.checkpoint import OPTIMIZER_FILE
@@ -69,6 +69,7 @@ def run(
         )
     with joined(settings) as ranks:
         agent = new_agent(settings, base, seed, saved_lora(policy / "actor"))
+        require_tokens(episodes, agent, list(rollouts))
         agent.load_checkpoint(policy, load_optimizer=True)
         expected = agent.config.critic_warmup_steps + iteration - 1
         if agent.learn_steps != expected:

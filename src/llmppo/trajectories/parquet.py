@@ -220,6 +220,8 @@ def _episode(scalars: Mapping[str, Any], lists: Mapping[str, Any]) -> Episode:
         segment_starts=tuple(lists["segment_starts"]),
         failure=scalars["failure"],
     )
+    if np.isinf(episode.sampling_logprobs).any():
+        raise ArtefactError("sampling_logprobs holds an infinite number")
     expected = {
         "episode_id": episode.spec.episode_id,
         "num_turns": len(episode.turns),
