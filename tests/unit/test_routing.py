@@ -55,6 +55,54 @@ def test_gradients_reach_only_the_adapters_of_the_route(model):
     assert not any("lora" not in name and p.grad is not None for name, p in model.peft.named_parameters())
 
 
+@pytest.mark.parametrize(
+    ("rows", "route"),
+    [
+        (6, MIXED),
+        (6, (("critic", -1),)),
+        (1, (("actor", 4), ("critic", 3))),  # packed
+        (1, (("actor", 1),)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapted_layer_has_the_gradients_of_its_formula(rows, route, dtype):
+    agent = tiny_agent()
+    unlike_adapters(agent, scale=1.0)
+    model = agent.model
+    layer = next(iter(model.router.layers.values()))
+    layer.base_layer.to(dtype)
+    noise = torch.Generator().manual_seed(5)
+    x = torch.randn(rows, 7, 16, generator=noise).to(dtype).requires_grad_()
+    toward = torch.randn(rows, 7, layer.base_layer.out_features, generator=noise)
+    weights = [layer.lora_A["actor"].weight, layer.lora_B["actor"].weight]
+    weights += [layer.lora_A["critic"].weight, layer.lora_B["critic"].weight]
+    with model.router.using(route):
+        found = layer(x)
+
+    pieces, tokens = [], x.reshape(-1, 16).split(_tokens(route, rows))
+    for (name, _), piece in zip(route, tokens, strict=True):
+        pieces.append(layer.base_layer(piece))
+        if name is not None:
+            low = piece.float() @ layer.lora_A[name].weight.T @ layer.lora_B[name].weight.T
+            pieces[-1] = pieces[-1] + (layer.scaling[name] * low).to(dtype)
+    expected = torch.cat(pieces).view_as(found)
+
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    ours = torch.autograd.grad((found * toward).sum(), [x, *weights], allow_unused=True)
+    theirs = torch.autograd.grad((expected * toward).sum(), [x, *weights], allow_unused=True)
+    for own, other in zip(ours, theirs, strict=True):
+        assert (own is None) == (other is None)
+        if own is not None:
+            assert (own - other).norm() <= tolerance * other.norm()
+
+
+def _tokens(route, rows):
+    if len(route) == 1:
+        return [rows * 7]
+    return [count * (1 if rows == 1 else 7) for _, count in route]
+
+
 def test_the_route_comes_back_after_an_error(model):
     before = model.router.route
 

@@ -24,6 +24,13 @@ def close(ours, expected):
     assert expected.norm() > 1e-3
 
 
+def tokens_through(module):
+    """Of each call from now on."""
+    counts = []
+    module.register_forward_pre_hook(lambda _, given: counts.append(given[0][..., 0].numel()))
+    return counts
+
+
 def step_gradients(batch, **settings):
     agent = tiny_agent(**({"max_output_tokens": 8} | STILL | settings))
     recorder = StepRecorder(agent)
@@ -150,6 +157,39 @@ def test_a_shared_prefix_gives_the_gradients_of_whole_rows(settings):
     (shared, columns), (whole, expected) = found
     close(shared.actor[0], whole.actor[0])
     close(shared.critic[0], whole.critic[0])
+    for name in ("old_logprobs", "ref_logprobs", "values", "advantages"):
+        assert (getattr(columns, name) - getattr(expected, name)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"critic": "head"},
+        {"update_epochs": 2, "fuse_actor_critic_pass": True},
+        {"layers": 3, "lora": LoraSection(r=4, lora_alpha=8, top_layers=1)},
+        {"truncation": "bootstrap"},
+        {"use_sequence_packing": True},
+        {"family": "gemma2"},
+        {"family": "cohere"},
+    ],
+)
+def test_the_last_layer_runs_only_where_its_states_are_read(settings):
+    batch = made_up_batch(common=12, truncated=[number % 2 == 0 for number in range(7)])
+    found = []
+    for skip in (True, False):
+        agent = tiny_agent(**(STILL | {"beta": 0.1, "micro_batch_size_per_gpu": 3} | settings))
+        assert agent.model.skips_unread
+        agent.model.reads_apart = skip
+        layers = agent.model.layers.layers
+        first, last = tokens_through(layers[0].mlp.down_proj), tokens_through(layers[-1].mlp.down_proj)
+        recorder = StepRecorder(agent)
+        agent.learn(batch)
+        assert (sum(last) < 0.7 * sum(first)) == skip or agent.model.first_adapted
+        found.append((recorder, agent.last_outcome.columns))
+    (skipping, columns), (whole, expected) = found
+    close(skipping.actor[0], whole.actor[0])
+    close(skipping.critic[0], whole.critic[0])
     for name in ("old_logprobs", "ref_logprobs", "values", "advantages"):
         assert (getattr(columns, name) - getattr(expected, name)).abs().max() < 1e-5
 

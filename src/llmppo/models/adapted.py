@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from llmppo.config import LoraSection
 from llmppo.errors import ConfigError, NonFiniteError
 from llmppo.models.head import OutputHead
+from llmppo.models.last_layer import LastLayer
 from llmppo.models.layers import LayerRunner
 from llmppo.models.packing import BY_ROW, row_positions
 from llmppo.models.prefix import can_share, for_rows
@@ -151,9 +152,11 @@ class AdaptedModel:
         self.head = OutputHead(base)
         self.decoder = base.get_decoder()
         self.layers = LayerRunner(self.decoder)
+        self.last_layer = LastLayer(self.layers.layers, self.router)
         self.explicit_positions = True
         self.first_adapted = self._first_adapted_layer()
         self.prefixes = can_share(base.config)
+        self.reads_apart = bool(self.last_layer.parts)
         self._check_forward()
 
     @property
@@ -213,6 +216,7 @@ class AdaptedModel:
         lower: Tensor | None = None,
         packed: Sequence[int] | None = None,
         shared: int = 0,
+        read: Tensor | None = None,
     ) -> Tensor:
         """Final hidden states [B, T, H] of right-padded rows, each through its adapter of `route`.
 
@@ -220,17 +224,22 @@ class AdaptedModel:
         `lower` [B, T, H] is the stored output of `lower` for the same rows. `packed` says that `token_ids` [1, T] are
         rows of these lengths, one after the other (see `packing`). All rows begin with the same `shared` tokens: those
         run once for each group of the route, and only the states after them come back, [B, T - shared, H].
+        `read` [n] says which of the states of each group that come back will be looked at (row * length + position); the
+        others may then be wrong.
         """
+        if not self.skips_unread:
+            read = None
         name, inputs = ("input_ids", token_ids) if lower is None else ("inputs_embeds", lower)
         with self.layers.update_pass(), nullcontext() if lower is None else self._only_layers("upper"):
             if not shared:
-                with self.router.using(route):
+                with self.router.using(route), self.last_layer.at(read):
                     return self._decode(packed, **{name: inputs})
             rows = len(inputs) // len(route)
             cache = DynamicCache(config=self.base.config)
-            with self.router.using([(adapter, 1) for adapter, _ in route]):
+            nothing = read if read is None else read[:0]
+            with self.router.using([(adapter, 1) for adapter, _ in route]), self.last_layer.at(nothing):
                 self._decode(None, cache, **{name: inputs[::rows, :shared]})
-            with self.router.using(route):
+            with self.router.using(route), self.last_layer.at(read):
                 return self._decode(None, for_rows(cache, rows), **{name: inputs[:, shared:]})
 
     def _decode(
@@ -269,7 +278,16 @@ class AdaptedModel:
     @property
     def shares_prefixes(self) -> bool:
         """Whether `hidden` can run what rows share once. Recomputed layers would see the prefix twice."""
-        return self.prefixes and not self.layers.recompute and self.layers.compiler is None
+        return self.prefixes and self._as_they_are
+
+    @property
+    def skips_unread(self) -> bool:
+        """Whether `hidden` leaves out what nothing reads. A recomputed layer wouldn't know any more what that is."""
+        return self.reads_apart and self._as_they_are
+
+    @property
+    def _as_they_are(self) -> bool:
+        return not self.layers.recompute and self.layers.compiler is None
 
     def values(self, hidden: Tensor) -> Tensor:
         """Values [...] in fp32 of final hidden states [..., H]; `critic="head"` passes no gradient to the trunk."""
@@ -361,6 +379,10 @@ class AdaptedModel:
             if self.prefixes:
                 parted = self.head.logits(self.hidden(tokens, ((None, -1),), shared=2))
                 self.prefixes = self._close(parted, expected[:, 2:])
+            read = torch.tensor([1, 3], device=self.device)
+            if self.reads_apart:
+                some = self.head.logits(self.hidden(tokens, ((None, -1),), read=read)[:, read])
+                self.reads_apart = self._close(some, expected[:, read])
             if self.first_adapted:
                 split = self.head.logits(self.hidden(tokens, ((None, -1),), self.lower(tokens)))
                 if not self._close(split, expected):

@@ -13,6 +13,7 @@ import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from llmppo.errors import ConfigError
 
@@ -64,9 +65,19 @@ class AdapterRouter:
 
 
 def _routed_forward(layer: Any, router: AdapterRouter) -> Any:
+    full_precision = type(layer.base_layer) is nn.Linear  # not quantised
+
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        result = layer.base_layer(x, *args, **kwargs)
         route = router.route
+        if full_precision and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            matrices = [
+                matrix.weight
+                for name, _ in route
+                if name is not None
+                for matrix in (layer.lora_A[name], layer.lora_B[name])
+            ]
+            return _AdaptedLinear.apply(x, layer, route, *matrices)
+        result = layer.base_layer(x, *args, **kwargs)
         if len(route) == 1:
             name = route[0][0]
             if name is None:
@@ -90,6 +101,63 @@ def _routed_forward(layer: Any, router: AdapterRouter) -> Any:
         )
 
     return forward
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    """A linear layer with each group's low-rank branch, added to its output and to its gradient in place.
+
+    y = x W' + b + s (x A') B'. Autograd's own way makes a tensor of full size for each branch, sum and concatenation.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Any, route: Route, *matrices: Tensor) -> Tensor:
+        result: Tensor = layer.base_layer(x)
+        tokens, outputs = x.reshape(-1, x.shape[-1]), result.view(-1, result.shape[-1])
+        ctx.layer, ctx.shape, ctx.groups = layer, x.shape, list(_token_groups(route, x))
+        pairs, narrow = iter(matrices), []
+        for name, part in ctx.groups:
+            down, up = next(pairs), next(pairs)
+            narrow.append((tokens[part].to(down.dtype) @ down.T).mul_(layer.scaling[name]))
+            _add_product(outputs[part], narrow[-1], up.T)
+        ctx.save_for_backward(tokens, *matrices, *narrow)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, *saved = ctx.saved_tensors
+        outputs = gradient.reshape(-1, gradient.shape[-1])
+        inputs = outputs @ ctx.layer.base_layer.weight if ctx.needs_input_grad[0] else None
+        count = len(ctx.groups)
+        found: list[Tensor | None] = []
+        for number, (name, part) in enumerate(ctx.groups):
+            down, up, narrow = saved[2 * number], saved[2 * number + 1], saved[2 * count + number]
+            after = outputs[part].to(up.dtype)
+            before = (after @ up).mul_(ctx.layer.scaling[name])
+            if inputs is not None:
+                _add_product(inputs[part], before, down)
+            trained = ctx.needs_input_grad[3 + 2 * number]
+            found += [before.T @ tokens[part].to(down.dtype), after.T @ narrow] if trained else [None, None]
+        return None if inputs is None else inputs.view(ctx.shape), None, None, *found
+
+
+def _token_groups(route: Route, x: Tensor) -> Iterator[tuple[str, slice]]:
+    """Adapter of each group that has one, and where its tokens are among all of `x` [B, T, H]."""
+    if len(route) == 1:
+        route = ((route[0][0], len(x)),)
+    each = 1 if len(x) == 1 < len(route) else x[0, ..., 0].numel()  # several groups in one row: it is packed
+    start = 0
+    for name, count in route:
+        if name is not None:
+            yield name, slice(start, start + count * each)
+        start += count * each
+
+
+def _add_product(total: Tensor, first: Tensor, second: Tensor) -> None:
+    if total.dtype == first.dtype:
+        total.addmm_(first, second)
+    else:
+        total += (first @ second).to(total.dtype)
 
 
 def _delta(layer: Any, adapter: str, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from llmppo.config import PPOConfig
 from llmppo.models.adapted import AdaptedModel
 from llmppo.models.head import default_tile_rows
+from llmppo.models.quantized import is_quantized
 
 # Share of a device's memory that tensors may take. On a CPU the process takes more than they: glibc keeps holes between
 # them, and without recomputation memory for the next micro-batch (docs/performance.md).
@@ -37,6 +38,7 @@ class ModelShape:
     trainable: int  # weights of all adapters that train
     frozen_bytes: int  # of the loaded base
     element_bytes: int = 4  # of an activation
+    quantized: bool = False
 
     @classmethod
     def of(cls, model: AdaptedModel) -> Self:
@@ -55,6 +57,7 @@ class ModelShape:
             trainable=sum(p.numel() for role in ("actor", "critic") for p in model.parameters(role)),
             frozen_bytes=sum(p.numel() * p.element_size() for p in model.peft.parameters()),
             element_bytes=model.head.module.weight.element_size(),
+            quantized=is_quantized(model.base),
         )
 
 
@@ -86,8 +89,9 @@ def step_bytes(
     # attention's output; gate, its activation, up and their product; the middle of each adapter.
     kept = shape.element_bytes * (4 * hidden + 3 * attention + 2 * shape.key_value + 4 * intermediate)
     kept += 4 * 7 * shape.rank
-    if shape.element_bytes < 4:  # fp32 copies of what norms and each adapter read
-        kept += 4 * (2 * hidden + 5 * hidden + attention + intermediate)
+    if shape.element_bytes < 4:  # fp32 copies of what norms read, and beside a quantised layer each adapter
+        kept += 4 * 2 * hidden
+        kept += 4 * (5 * hidden + attention + intermediate) * shape.quantized
     in_flight = 2 * shape.element_bytes * (hidden + intermediate)
     stored = shape.layers * (shape.element_bytes * hidden if plan.checkpointing else kept)
     layer = kept + in_flight if plan.checkpointing else in_flight

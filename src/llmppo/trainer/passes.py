@@ -147,10 +147,17 @@ class Passes:
         row, position = (place[part.mask] for place in forward_places(part, part.positions, self.packing))
         shared = self._shared(ids[:size], min(self._lengths(rows)), position)
         self.tokens_shared += shared * (size - 1) * len(roles)
-        hidden = self.model.hidden(ids, self.route(rows, roles), lower, packed, shared)
-        places = row.to(hidden.device), (position - shared).to(hidden.device)
+        length = ids.shape[1] - shared
+        acted = read = (row * length + position - shared).to(ids.device)
+        ends = None
+        if bootstrap:
+            last = forward_places(part, torch.tensor(part.lengths)[:, None] - 1, self.packing)
+            row, position = (place[:, 0] for place in last)
+            ends = (row * length + position - shared).to(ids.device)
+            read = torch.cat([acted, ends])
+        hidden = self.model.hidden(ids, self.route(rows, roles), lower, packed, shared, read)
         return [
-            self._read(states, part, role, places, shared, bootstrap)
+            self._read(states.flatten(0, 1), part, role, acted, ends)
             for states, role in zip(hidden.split(size, dim=axis), roles, strict=True)
         ]
 
@@ -162,17 +169,11 @@ class Passes:
         return shared if shared * (len(ids) - 1) > WORTH_SHARING * ids.numel() else 0
 
     def _read(
-        self,
-        hidden: Tensor,
-        part: UpdateBatch,
-        role: RolePass,
-        places: tuple[Tensor, Tensor],
-        shared: int,
-        bootstrap: bool,
+        self, hidden: Tensor, part: UpdateBatch, role: RolePass, acted: Tensor, ends: Tensor | None
     ) -> RoleOutput:
-        """What `role` needs of its hidden states [b, T - shared, H]; those of action tokens are at `places`."""
+        """What `role` needs of its hidden states [tokens, H]: those before action tokens and at the episodes' ends."""
         mask = part.mask.to(hidden.device)
-        states = hidden[places]  # [n, H]
+        states = hidden.index_select(0, acted)  # [n, H]
         logprobs = entropies = values = after = None
         if role.score:
             supports = None if part.supports is None else part.supports.to(hidden.device)[mask]
@@ -182,11 +183,9 @@ class Passes:
             entropies = None if entropy is None else _scatter(entropy, mask)
         if role.value:
             values = _scatter(self.model.values(states), mask)
-            if bootstrap:
-                last = forward_places(part, torch.tensor(part.lengths)[:, None] - 1, self.packing)
-                row, position = (place[:, 0].to(hidden.device) for place in last)
+            if ends is not None:
                 with torch.no_grad():
-                    after = self.model.values(hidden[row, position - shared])
+                    after = self.model.values(hidden.index_select(0, ends))
         return RoleOutput(logprobs, entropies, values, after)
 
     @torch.no_grad()
