@@ -31,6 +31,7 @@ import kills  # noqa: E402, F401
 import memory  # noqa: E402, F401
 import rewards  # noqa: E402, F401
 import rivals  # noqa: E402, F401
+import servers  # noqa: E402, F401
 import signals  # noqa: E402, F401
 import trackers  # noqa: E402, F401
 from benches import Bench, Lane, Stage, stages_of  # noqa: E402
@@ -105,6 +106,7 @@ def main() -> int:
             else [arguments.case]
         )
     ]
+    jobs.sort(key=lambda job: KINDS[job[0]].faults, reverse=True)  # the longest first: lanes end together
     root = Path(tempfile.mkdtemp(prefix="chaos-"))
     try:
         undisturbed = Bench(root / "undisturbed")

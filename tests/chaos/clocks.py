@@ -17,7 +17,7 @@ main(prog_name="llmppo")
 """
 
 
-@kind("clock that goes backwards in a stage", cases=8, sample=2)
+@kind("clock that goes backwards in a stage", cases=8, sample=1)
 def in_a_stage(lane: Lane, rng: Random, number: int) -> Outcome:
     bench, outcome = lane.bench, Outcome()
     stage = rng.choice(lane.repeatable)

@@ -93,5 +93,5 @@ def killed_stage(target: str, lane: Lane, rng: Random, number: int) -> Outcome:
 kind("kill -9 of snakemake", cases=10, sample=1, faults=KILLS)(partial(killed_run, RUN))
 kind("kill -9 of a stage of a run", cases=2, sample=0, faults=KILLS)(partial(killed_run, STAGE))
 kind("kill -9 of the worker of a run", cases=2, sample=0, faults=KILLS)(partial(killed_run, WORKER))
-kind("kill -9 of a stage", cases=40, sample=6)(partial(killed_stage, STAGE))
-kind("kill -9 of the worker", cases=40, sample=2)(partial(killed_stage, WORKER))
+kind("kill -9 of a stage", cases=40, sample=7)(partial(killed_stage, STAGE))
+kind("kill -9 of the worker", cases=40, sample=1)(partial(killed_stage, WORKER))

@@ -38,7 +38,7 @@ def wrong_reward(modes: tuple[str, ...], lane: Lane, rng: Random, number: int) -
     return outcome
 
 
-@kind("NaN from the model", cases=10, sample=2)
+@kind("NaN from the model", cases=10, sample=3)
 def nan_weights(lane: Lane, rng: Random, number: int) -> Outcome:
     """A base model whose manifest is right and whose numbers aren't."""
     bench, outcome = lane.bench, Outcome()
@@ -66,6 +66,6 @@ def nan_weights(lane: Lane, rng: Random, number: int) -> Outcome:
 
 
 kind("environment that hangs or raises", cases=12, sample=2)(partial(wrong_reward, FAULTY))
-kind("reward that is none", cases=18, sample=3)(
+kind("reward that is none", cases=18, sample=4)(
     partial(wrong_reward, tuple(mode for mode in MODES if mode not in FAULTY))
 )

@@ -43,7 +43,7 @@ def stopped_run(lane: Lane, rng: Random, number: int) -> Outcome:
     return outcome
 
 
-@kind("SIGTERM to a stage or the worker", cases=14, sample=2)
+@kind("SIGTERM to a stage or the worker", cases=14, sample=1)
 def stopped_stage(lane: Lane, rng: Random, number: int) -> Outcome:
     bench, outcome = lane.bench, Outcome()
     stage = rng.choice(lane.repeatable)

@@ -71,7 +71,7 @@ def faults(bench: Bench, rng: Random) -> dict[str, object]:
     }
 
 
-@kind("MLflow down, locked, slow or of another version", cases=14, sample=2)
+@kind("MLflow down, locked, slow or of another version", cases=14, sample=1)
 def tracker(lane: Lane, rng: Random, number: int) -> Outcome:
     bench, outcome = lane.bench, Outcome()
     stages = [stage for stage in lane.stages if stage.rule == ("mlflow_init" if number % 2 else "track")]

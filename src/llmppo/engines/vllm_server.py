@@ -96,6 +96,7 @@ def ensure_server(
                 **engine_environment(device),
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # whose processes end with the server: see below
                 "VLLM_SERVER_DEV_MODE": str(int(sleeps)),
                 API_KEY: key,  # not an option, which every user of the machine could see
             },
@@ -215,6 +216,10 @@ def main(arguments: list[str]) -> None:
 
     vllm()
 
+
+# In a process that vLLM spawns: a server that is killed must not leave its engine behind.
+if __name__ == "__mp_main__":
+    _end_with(os.getppid())
 
 if __name__ == "__main__":
     main(sys.argv[1:])
