@@ -91,7 +91,7 @@ def _imports(tree: ast.Module, package: str) -> Iterator[str]:
 
 @cache
 def _module(name: str) -> tuple[str, frozenset[str]] | None:
-    """Hash of a project or user module's code, and the names it imports. Raises ConfigError where it isn't Python."""
+    """Hash of a project or user module's code, and the names it imports with their parents. Raises ConfigError where it isn't Python."""
     path = _source(name)
     if path is None:
         return None
@@ -103,7 +103,7 @@ def _module(name: str) -> tuple[str, frozenset[str]] | None:
         tree = _without_fields(tree)
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     code = hashlib.sha256(ast.dump(tree).encode()).hexdigest()
-    return code, frozenset(_imports(tree, package))
+    return code, frozenset(part for imported in _imports(tree, package) for part in _with_parents(imported))
 
 
 def _with_parents(name: str) -> Iterator[str]:
@@ -126,7 +126,7 @@ def module_hashes(*roots: str) -> dict[str, str]:
         found = _module(name)
         if found is not None:
             hashes[name] = found[0]
-            waiting += [part for imported in found[1] for part in _with_parents(imported)]
+            waiting += found[1]
     return hashes
 
 

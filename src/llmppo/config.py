@@ -91,7 +91,7 @@ class PretrainedModelConfig(ModelSection):
     """A model directory in Hugging Face format, or a hub id."""
 
     kind: Literal["pretrained"]
-    path: str = Field(description="Local directory or hub id.")
+    path: str = Field(description="Local directory or hub id; its weights are safetensors.")
     revision: str | None = Field(None, description="Hub revision; pin it for reproducible runs.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Data type of the frozen base weights."

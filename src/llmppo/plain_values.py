@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from llmppo.errors import ConfigError
-from llmppo.secrecy import variable_in
+from llmppo.secrecy import secrets
 
 LARGEST = 60_000  # characters of JSON; Linux takes 131,072 bytes an argument
 DEEPEST = 40
@@ -67,15 +67,16 @@ def read_yaml_file(path: str | Path) -> Any:
 
 def require_plain(values: Any, source: str) -> None:
     """Raise ConfigError naming the first key whose value can't be JSON, or makes the whole too large."""
-    room = LARGEST
+    room, hidden = LARGEST, secrets()
     for path, value in _leaves(values, ()):
         key = _cut(".".join(map(str, path)))
         fault = f"it is nested deeper than {DEEPEST}" if len(path) > DEEPEST else _fault(value)
         if fault is not None:
             raise ConfigError(f"{source}:\n  {key or '(top level)'}: {fault}")
-        if isinstance(value, str) and (variable := variable_in(value)) is not None:
+        told = [name for name, secret in hidden.items() if secret in value] if isinstance(value, str) else []
+        if told:
             raise ConfigError(
-                f"{source}:\n  {key}: holds the value of the environment variable {variable}, which would stand in logs and results; "
+                f"{source}:\n  {key}: holds the value of the environment variable {told[0]}, which would stand in logs and results; "
                 "let the code that needs it read the variable"
             )
         # Lists and mappings count too, so that no walk is endless.

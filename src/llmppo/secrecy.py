@@ -32,11 +32,6 @@ def redact(text: str) -> str:
     return _ARGUMENT.sub(rf"\1{HIDDEN}", _PASSWORD.sub(rf"\1{HIDDEN}", text))
 
 
-def variable_in(text: str) -> str | None:
-    """The secret variable whose value stands in a text; None where none does."""
-    return next((name for name, value in secrets().items() if value in text), None)
-
-
 def holds_password(url: str) -> bool:
     """Whether an address has a password or token in it, or who logs in to a web server."""
     parts = urlsplit(url)
