@@ -20,6 +20,7 @@ from llmppo.engines.kept import KeptCache, keeps_everything, restore
 from llmppo.engines.sampling import BatchSampler, SamplingSettings
 from llmppo.engines.stops import StopStrings, stop_strings
 from llmppo.errors import NonFiniteError
+from llmppo.models.threads import helpful_threads
 from llmppo.trajectories.episode import StopReason
 
 KEEP_BATCH_ABOVE = 0.75  # share of unfinished rows from which the batch keeps its finished ones
@@ -55,14 +56,15 @@ class HFStep:
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any) -> Tensor:
         # The model's own forward applies the family's soft-cap or scale to the logits.
-        output = self._model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with helpful_threads(self._model):
+            output = self._model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
         return output.logits[:, -1].float()
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from llmppo.config import PPOConfig
 from llmppo.errors import MemoryShortError, NonFiniteError
 from llmppo.models.adapted import AdaptedModel
+from llmppo.models.threads import helpful_threads
 from llmppo.ppo import losses
 from llmppo.ppo.advantages import Advantages, token_advantages, token_rewards, turn_advantages, whiten
 from llmppo.ppo.units import Level, pool, unit_mask, zero_masked
@@ -120,7 +121,8 @@ class Update:
     def run(self) -> Outcome:
         """Carry the learn call out. Raises NonFiniteError and MemoryShortError."""
         try:
-            return self._run()
+            with helpful_threads(self.model.base):
+                return self._run()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -147,8 +149,9 @@ class Update:
 
     def explained_variance(self) -> float | None:
         """Explained variance of the critic's values on this batch, without learning from it."""
-        self.passes.prepare()
-        self._collect(old_logprobs=False)
+        with helpful_threads(self.model.base):
+            self.passes.prepare()
+            self._collect(old_logprobs=False)
         gae = self.estimate()
         return losses.explained_variance(gae.unit_values, gae.unit_returns, gae.unit_mask)
 

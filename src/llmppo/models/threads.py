@@ -1,0 +1,25 @@
+"""A small model runs on one thread of a CPU: it has no use for more."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+# Weights of an MLP's projection from which a second thread saves a fifth of an update's time or more (docs/performance.md).
+WORTH_A_THREAD = 2**16
+
+
+@contextmanager
+def helpful_threads(model: Any) -> Iterator[None]:
+    """Run what follows on one thread if the layers of `model`, a transformers model on a CPU, are small."""
+    config, before = model.config.get_text_config(), torch.get_num_threads()
+    weights = config.hidden_size * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    if before == 1 or weights >= WORTH_A_THREAD or model.device.type != "cpu":
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
