@@ -236,8 +236,8 @@ class AdaptedModel:
                     return self._decode(packed, **{name: inputs})
             rows = len(inputs) // len(route)
             cache = DynamicCache(config=self.base.config)
-            nothing = read if read is None else read[:0]
-            with self.router.using([(adapter, 1) for adapter, _ in route]), self.last_layer.at(nothing):
+            unread = read if read is None else read.new_zeros(1)  # experts may not take no token at all
+            with self.router.using([(adapter, 1) for adapter, _ in route]), self.last_layer.at(unread):
                 self._decode(None, cache, **{name: inputs[::rows, :shared]})
             with self.router.using(route), self.last_layer.at(read):
                 return self._decode(None, for_rows(cache, rows), **{name: inputs[:, shared:]})

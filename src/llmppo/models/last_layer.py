@@ -65,7 +65,7 @@ class LastLayer:
             self.read = previous
 
     def _forward(self, plain: Any) -> Any:
-        def forward(x: Tensor) -> Tensor:
+        def forward(x: Tensor) -> Any:
             read, route = self.read, self.router.route
             if read is None:
                 return plain(x)
@@ -74,8 +74,10 @@ class LastLayer:
             places = torch.cat([read + group * size for group in range(len(route))])
             counts = [(adapter, len(read)) for adapter, _ in route] if len(route) > 1 else route
             with self.router.using(counts):
-                states = plain(tokens.index_select(0, places)[None])[0]
-            result = states.new_zeros(len(tokens), states.shape[-1]).index_copy(0, places, states)
+                states = plain(tokens.index_select(0, places)[None])
+            if not isinstance(states, Tensor):  # some experts also tell how they were chosen
+                return plain(x)
+            result = states.new_zeros(len(tokens), states.shape[-1]).index_copy(0, places, states[0])
             return result.view(*x.shape[:2], -1)
 
         return forward
