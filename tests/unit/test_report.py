@@ -304,6 +304,9 @@ def test_the_page_stands_alone_and_shows_its_parts(tmp_path: Path) -> None:
     figures = results / "report" / "figures"
     for name in (
         "learning_curve",
+        "learning_curve_tokens",
+        "learning_curve_time",
+        "reward_by_turn",
         "reward",
         "explained_variance",
         "value_loss",

@@ -13,7 +13,8 @@ from typing import Any
 
 from llmppo.files import atomic_path
 from llmppo.reporting import theme
-from llmppo.reporting.summary import SUCCESS, VariantSummary, aligned, mean_series
+from llmppo.reporting.costs import Axis
+from llmppo.reporting.summary import SUCCESS, VariantSummary, aligned, mean_series, settled
 
 Draw = Callable[[Any, bool], None]
 SIZES = {
@@ -151,36 +152,33 @@ def learning_curve(
     variants: Sequence[VariantSummary],
     references: Mapping[str, float],
     *,
-    episodes: Mapping[tuple[str, int], Mapping[int, int]] | None = None,
+    axis: Axis | None = None,
     shared_episodes: Mapping[int, int] | None = None,
 ) -> Draw:
-    """Mean success with its band, a thin line a seed, references as labelled lines.
+    """Mean success with its band, a thin line a seed, references as lines.
 
-    With `episodes` (chain key to iteration to count) the x axis counts training episodes instead of iterations.
+    The x axis counts iterations; with `axis` it counts what they cost, and no line is labelled.
     """
 
-    def position(key: tuple[str, int], iteration: int) -> float:
-        if episodes is None:
-            return iteration
-        counts = episodes.get(key, {0: 0})
-        return counts.get(iteration, max(counts.values()))
+    def position(keys: Sequence[tuple[str, int]], iteration: int) -> float:
+        return iteration if axis is None else axis.at(keys, iteration)
 
     def draw(axes: Any, narrow: bool) -> None:
         labels: list[tuple[float, str, str, bool]] = []
         for text, level in references.items():
             axes.axhline(level, color=theme.LIGHT["muted"], lw=0.9, ls=(0, (4, 3)), zorder=1)
             labels.append((level, text, theme.LIGHT["muted"], False))
-        furthest = 1.0
+        furthest = 1.0 if axis is None else 0.0
         for variant in variants:
             colour, dash = theme.series_colour(variant.place), theme.series_dash(variant.place)
             begun = aligned(variant.chains, SUCCESS)
             for key, series in begun.items() if len(begun) > 1 else []:
-                xs = [position(key, iteration) for iteration in series]
+                xs = [position([key], iteration) for iteration in series]
                 axes.plot(xs, list(series.values()), color=colour, lw=0.9, alpha=0.45, zorder=2)
                 furthest = max([furthest, *xs])
             if not variant.curve:
                 continue
-            xs = [position(next(iter(begun)), iteration) for iteration in variant.curve]
+            xs = [position(list(settled(variant.chains, SUCCESS)), iteration) for iteration in variant.curve]
             points = list(variant.curve.values())
             furthest = max([furthest, *xs])
             if all(point.low is not None for point in points):
@@ -204,12 +202,13 @@ def learning_curve(
         axes.set_ylim(-0.01, 1.03)
         axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1.0])
         axes.set_ylabel("evaluated success rate")
-        if episodes is None:
+        if axis is None:
             iteration_axis(axes, int(furthest), shared_episodes)
+            _edge_labels(axes, labels, narrow)
         else:
-            axes.set_xlabel("training episodes")
+            axes.set_xlabel(axis.label)
             axes.set_xlim(-0.015 * furthest, 1.015 * furthest)
-        _edge_labels(axes, labels, narrow)
+            axes.locator_params(axis="x", nbins=5)
 
     return draw
 
@@ -263,6 +262,26 @@ def metric_panel(
         axes.set_ylabel(unit)
         axes.locator_params(axis="y", nbins=5)
         iteration_axis(axes, last)
+
+    return draw
+
+
+def by_turn(means: Mapping[str, tuple[int, Mapping[int, float], Mapping[int, float]]], unit: str) -> Draw:
+    """Means of each turn before training (thin, dotted) and after it, by variant: (place, before, after)."""
+
+    def draw(axes: Any, narrow: bool) -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        for place, before, after in means.values():
+            colour = theme.series_colour(place)
+            axes.plot(list(before), list(before.values()), color=colour, ls=":", lw=1.2, marker=".", zorder=2)
+            axes.plot(
+                list(after), list(after.values()), color=colour, ls=theme.series_dash(place), lw=1.9,
+                marker="o", ms=4, zorder=3,
+            )  # fmt: skip
+        axes.set_xlabel("turn")
+        axes.set_ylabel(unit)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
 
     return draw
 

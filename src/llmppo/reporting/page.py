@@ -18,6 +18,7 @@ from llmppo.layout import RUN_PAGE
 from llmppo.reporting import figures, theme
 from llmppo.reporting.checks import run_checks
 from llmppo.reporting.comparison import Comparison
+from llmppo.reporting.costs import cost_axes, shared_episodes
 from llmppo.reporting.formats import format_sections
 from llmppo.reporting.panels import draw_panels
 from llmppo.reporting.results import Chain
@@ -26,6 +27,13 @@ from llmppo.reporting.summary import SUCCESS, VariantSummary, settled
 from llmppo.reporting.templating import render
 from llmppo.reporting.timing import stage_minutes, stage_times, update_phases
 from llmppo.reporting.transcripts import pairs_of
+from llmppo.reporting.turns import rewards_by_turn
+
+COSTS = {
+    "episodes": "Training episodes, those of the critic's warm-up left out.",
+    "tokens": "Tokens that the policy sampled in training.",
+    "time": "Of the jobs of critic warm-up, rollouts and updates, on whatever machine they ran, beside what else it did.",
+}
 
 
 @dataclass(frozen=True)
@@ -151,19 +159,6 @@ def reward_parts(variants: Sequence[VariantSummary]) -> list[tuple[str, str, flo
     return found
 
 
-def episode_axis(
-    config: ExperimentConfig, chains: Sequence[Chain]
-) -> tuple[dict[tuple[str, int], dict[int, int]], dict[int, int] | None]:
-    """(chain to iteration to episodes, and that mapping once where all chains agree)."""
-    counts = {chain.key: chain.episodes(config.ppo.batch_size) for chain in chains if chain.updates}
-    shared: dict[int, int] = {}
-    for episodes in counts.values():
-        for iteration, count in episodes.items():
-            if shared.setdefault(iteration, count) != count:
-                return counts, None
-    return counts, shared or None
-
-
 def files_of(chain: Chain, report: Path, tracked: bool) -> list[tuple[str, str]]:
     """(label, link relative to the page) of what a chain left on disk, and of its run in MLflow where it gets one."""
     import os
@@ -195,19 +190,44 @@ def _curves(
     baselines: Baselines,
     folder: Path,
     legend: Sequence[tuple[str, str]],
-) -> list[figures.FigureView]:
-    """The learning curve by iteration, and by episodes where chains differ in their episodes an iteration."""
+) -> tuple[figures.FigureView | None, list[figures.FigureView]]:
+    """The learning curve by iteration, and by what iterations cost: episodes only where chains differ in them."""
     if not any(variant.curve for variant in variants):
-        return []
-    counts, shared = episode_axis(config, [chain for variant in variants for chain in variant.chains])
+        return None, []
+    axes = cost_axes([chain for variant in variants for chain in variant.chains], config.ppo.batch_size)
+    shared = shared_episodes(axes)
     draw = figures.learning_curve(variants, baselines.references, shared_episodes=shared)
     title = f"{config.name}: evaluated success"
-    views = [figures.publish("learning_curve", title, "", draw, folder, shape="wide", legend=legend)]
-    if shared is None and counts:
-        draw = figures.learning_curve(variants, baselines.references, episodes=counts)
-        name, title = "learning_curve_episodes", f"{title} by training episodes"
-        views.append(figures.publish(name, title, "", draw, folder, shape="wide", legend=legend))
-    return views
+    curve = figures.publish("learning_curve", title, "", draw, folder, shape="wide", legend=legend)
+    panels = [
+        figures.publish(
+            f"learning_curve_{axis.name}",
+            f"Success over {axis.label}",
+            COSTS[axis.name],
+            figures.learning_curve(variants, baselines.references, axis=axis),
+            folder,
+            legend=legend,
+        )
+        for axis in axes
+        if axis.name != "episodes" or shared is None
+    ]
+    return curve, panels
+
+
+def _turn_view(
+    variants: Sequence[VariantSummary], decoding: str, folder: Path, legend: Sequence[tuple[str, str]]
+) -> figures.FigureView | None:
+    means = rewards_by_turn(variants, decoding)
+    if not means:
+        return None
+    return figures.publish(
+        "reward_by_turn",
+        "Reward by turn",
+        "Mean over the evaluation episodes that played the turn: dotted before training, solid after it.",
+        figures.by_turn(means, "reward of the turn"),
+        folder,
+        legend=legend,
+    )
 
 
 def _time_view(
@@ -241,6 +261,8 @@ def build_page(
     stages = list(dict.fromkeys(stage for row in minutes.values() for stage in row))
     shared = stage_times([], [results.parent / "shared"])
     times = stage_times(chains, [chain.folder for chain in chains])
+    curve, cost_curves = _curves(config, variants, baselines, folder, legend)
+    turn_view = _turn_view(variants, config.evaluation.decoding[0], folder, legend)
     return render(
         "report.html.j2",
         config=config,
@@ -252,7 +274,8 @@ def build_page(
         baselines=baselines,
         base_model=base_model_text(config.base_model),
         unfinished=unfinished(config, variants),
-        curves=_curves(config, variants, baselines, folder, legend),
+        curve=curve,
+        cost_curves=[*cost_curves, *([turn_view] if turn_view else [])],
         interval_note=interval_kind(next((v.end for v in variants if v.end), None)),
         reward_parts=reward_parts(variants),
         format_sections=format_sections(config, variants, baselines.references, folder),

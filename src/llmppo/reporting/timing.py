@@ -13,7 +13,7 @@ from pathlib import Path
 from llmppo.files import read_json
 from llmppo.reporting.results import Chain
 
-OWN_SECONDS = {"rollout": "time/rollout_s", "update": "time/update_s", "evaluate": "time/evaluate_s"}
+OWN_SECONDS = {"update": "time/update_s", "evaluate": "time/evaluate_s"}
 LABELS = {"critic_warmup": "critic warm-up", "warmup_rollout": "warm-up rollout"}
 ORDER = (
     *("base_model", "dataset", "baselines", "warmup_rollout", "critic_warmup"),
@@ -100,21 +100,42 @@ def read_benchmarks(folder: Path) -> list[tuple[str, dict[str, float]]]:
     """(rule, columns) of every benchmark file below a `benchmarks` folder; the path names the rule."""
     found = []
     for path in sorted(folder.rglob("*")) if folder.is_dir() else []:
-        if not path.is_file():
-            continue
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         name = re.match(r"[A-Za-z_-]*[A-Za-z]", str(path.relative_to(folder).parts[0]))
-        if name is None or len(lines) < 2 or not lines[0].startswith("s\t"):
-            continue
-        header = lines[0].split("\t")
-        for line in lines[1:]:
-            row = {
-                key: value
-                for key, cell in zip(header, line.split("\t"), strict=False)
-                if (value := _number(cell)) is not None
-            }
-            found.append((name[0].replace("-", "_"), row))
+        if path.is_file() and name is not None:
+            found += [(name[0].replace("-", "_"), row) for row in _benchmark_rows(path)]
     return found
+
+
+def _benchmark_rows(path: Path) -> list[dict[str, float]]:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    if len(lines) < 2 or not lines[0].startswith("s\t"):
+        return []
+    header = lines[0].split("\t")
+    return [
+        {
+            key: value
+            for key, cell in zip(header, line.split("\t"), strict=False)
+            if (value := _number(cell)) is not None
+        }
+        for line in lines[1:]
+    ]
+
+
+def iteration_seconds(chain: Chain) -> dict[int, float]:
+    """Seconds of the jobs that rolled out and updated each iteration, the slowest shard's; a block's are shared out equally.
+
+    Iterations without benchmark files are left out.
+    """
+    jobs: dict[int, dict[str, float]] = {}
+    for rule in ("rollout", "update", "iterations"):
+        for path in sorted((chain.folder / "benchmarks" / rule).glob("*.tsv")):
+            numbers = [int(number) for number in path.stem.split("-")]
+            block = range(numbers[0], numbers[-1] + 1) if rule == "iterations" else numbers[:1]
+            for row in _benchmark_rows(path):
+                for iteration in block:
+                    stages = jobs.setdefault(iteration, {})
+                    stages[rule] = max(stages.get(rule, 0.0), row.get("s", 0.0) / len(block))
+    return {iteration: sum(stages.values()) for iteration, stages in sorted(jobs.items())}
 
 
 def read_usages(folder: Path) -> list[tuple[str, dict[str, float]]]:
