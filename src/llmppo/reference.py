@@ -45,7 +45,7 @@ DIFFERENCES = """\
 | `get_action(training=False)`, `test` | sampled without vLLM | greedy | That is what the page says. |
 | `activation_offload` | `save_on_cpu`: weights that a pass refers to are copied to the host too | activations only | A frozen base would cross the bus in every pass. |
 | `torch_compiler` | the whole model | the decoder layers, in the update only | Sampling grows its cache by a token a step, and would compile for each. |
-| `hp_config`, `fsdp_config`, `wrap`, `clone`, `moe_lora_recompute`, `lora_tower_target_modules`, `rollout_strip_multimodal_towers` | keywords of the constructor | refused as unknown | There is no evolution, sharding, mixture of experts or vision model here, and a keyword that does nothing misleads. |
+| `hp_config`, `fsdp_config`, `wrap`, `clone`, `moe_lora_recompute`, `lora_tower_target_modules`, `rollout_strip_multimodal_towers` | keywords of the constructor | refused as unknown | There is no evolution, vision model or adapter on experts here, sharding is set by `ranks`, and a keyword that does nothing misleads. |
 | learning rates set after construction | ignored | used in the next learn call | So that they can be changed. |
 """
 

@@ -183,10 +183,22 @@ class AdaptedModel:
         layers = getattr(self.decoder, "layers", None)
         if not isinstance(layers, nn.ModuleList):
             return 0
+        if not isinstance(getattr(self.decoder, "norm", None), nn.Module):
+            return self._not_in_two_parts() if self._lowest_adapted(layers) else 0
+        return self._lowest_adapted(layers)
+
+    def _lowest_adapted(self, layers: nn.ModuleList) -> int:
         adapted = {id(layer) for layer in self.router.layers.values()}
         inside = [n for n, layer in enumerate(layers) if any(id(part) in adapted for part in layer.modules())]
         total = sum(1 for layer in layers for part in layer.modules() if id(part) in adapted)
         return min(inside) if inside and total == len(adapted) else 0
+
+    def _not_in_two_parts(self) -> int:
+        warnings.warn(
+            f"{type(self.base).__name__}: layers can't be run in two parts; the frozen ones are run for every role",
+            stacklevel=5,
+        )
+        return 0
 
     @contextmanager
     def _only_layers(self, part: Literal["lower", "upper"]) -> Iterator[None]:
@@ -325,7 +337,8 @@ class AdaptedModel:
         if not self._close(together, torch.cat(apart, dim=1)):
             raise ConfigError(
                 f"ppo.use_sequence_packing: {type(self.base).__name__} with {attention} attention doesn't keep packed rows "
-                "apart; load it with sdpa, eager, flex_attention or flash_attention_2, or switch packing off"
+                "apart; switch packing off, or load it with another attention if it has one: sdpa, eager, flex_attention, "
+                "flash_attention_2"
             )
 
     def adapter_state(self, name: str) -> dict[str, Tensor]:
@@ -386,8 +399,4 @@ class AdaptedModel:
             if self.first_adapted:
                 split = self.head.logits(self.hidden(tokens, ((None, -1),), self.lower(tokens)))
                 if not self._close(split, expected):
-                    warnings.warn(
-                        f"{type(self.base).__name__}: layers can't be run in two parts; the frozen ones are run for every role",
-                        stacklevel=3,
-                    )
-                    self.first_adapted = 0
+                    self.first_adapted = self._not_in_two_parts()

@@ -31,7 +31,8 @@ class LastLayer:
         for part in self.parts:
             part.forward = self._forward(part.forward)
         attention: Any = parts.get("self_attn")
-        if getattr(getattr(attention, "config", None), "_attn_implementation", None) == "sdpa":
+        implementation = getattr(getattr(attention, "config", None), "_attn_implementation", None)
+        if implementation in ("sdpa", WHERE_READ):  # the latter in a copy of an adapted model
             attention.config = copy.copy(attention.config)
             attention.config._attn_implementation = WHERE_READ
             attention.rows_read = self.rows_read
@@ -65,10 +66,10 @@ class LastLayer:
             self.read = previous
 
     def _forward(self, plain: Any) -> Any:
-        def forward(x: Tensor) -> Any:
+        def forward(x: Tensor, *others: Any, **options: Any) -> Any:
             read, route = self.read, self.router.route
-            if read is None:
-                return plain(x)
+            if read is None or others or options:
+                return plain(x, *others, **options)
             tokens = x.flatten(0, 1)
             size = len(tokens) // len(route)
             places = torch.cat([read + group * size for group in range(len(route))])

@@ -25,8 +25,23 @@ class _Prefix(DynamicLayer):
 
 
 def can_share(config: Any) -> bool:
-    """Whether the model's layers see all positions through keys and values, without a window or a recurrent state."""
-    return keeps_everything(DynamicCache(config=config))
+    """Whether the model's layers see all positions through keys and values, without a window or a recurrent state.
+
+    And whether keys don't depend on what follows them, as they do where the length of a pass changes the rotation.
+    """
+    return rotation_changes_at(config) is None and keeps_everything(DynamicCache(config=config))
+
+
+def rotation_changes_at(config: Any) -> int | None:
+    """Tokens of a pass beyond which the model rotates all of its positions otherwise (`dynamic` and `longrope`)."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") not in ("dynamic", "longrope"):
+        return None
+    original = rope.get("original_max_position_embeddings") or getattr(
+        text, "original_max_position_embeddings", None
+    )
+    return int(original or text.max_position_embeddings)
 
 
 def for_rows(cache: DynamicCache, rows: int) -> DynamicCache:

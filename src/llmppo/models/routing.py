@@ -7,6 +7,7 @@ The base layer runs once over all rows. A route must stay set until the backward
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ Route = Sequence[
 ]  # (adapter, number of rows, or of tokens in a packed row); a single group may say -1: all of them
 
 
+Groups = list[tuple[str | None, slice]]  # the same as places among all tokens of a pass
+
+
 class AdapterRouter:
     """Owns the LoRA layers of one model and the route they all follow."""
 
@@ -34,7 +38,8 @@ class AdapterRouter:
             plain = isinstance(module, LoraLinear) or type(module).__name__ in ("Linear4bit", "Linear8bitLt")
             if not plain or any(module.lora_variant.values()):
                 raise ConfigError(
-                    f"lora target `{name}` is a {type(module).__name__}; plain LoRA on linear layers is supported"
+                    f"lora target `{name}` is a {type(module).__name__}; plain LoRA on linear layers is supported; "
+                    "list others in lora.target_modules, for instance [q_proj, k_proj, v_proj, o_proj]"
                 )
             self.layers[name] = module
             module.forward = _routed_forward(module, self)
@@ -68,37 +73,27 @@ def _routed_forward(layer: Any, router: AdapterRouter) -> Any:
     full_precision = type(layer.base_layer) is nn.Linear  # not quantised
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        route = router.route
+        groups = _token_groups(router.route, x)
         if full_precision and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             matrices = [
                 matrix.weight
-                for name, _ in route
+                for name, _ in groups
                 if name is not None
                 for matrix in (layer.lora_A[name], layer.lora_B[name])
             ]
-            return _AdaptedLinear.apply(x, layer, route, *matrices)
+            return _AdaptedLinear.apply(x, layer, groups, *matrices)
         result = layer.base_layer(x, *args, **kwargs)
-        if len(route) == 1:
-            name = route[0][0]
-            if name is None:
-                return result
-            delta = _delta(layer, name, x, result.dtype)
-            return result + delta if torch.is_grad_enabled() else result.add_(delta)
-        axis = int(len(x) == 1)  # several groups in one row: it is packed
-        counts = [count for _, count in route]
-        groups = zip(route, result.split(counts, axis), x.split(counts, axis), strict=True)
+        tokens, outputs = x.flatten(0, -2), result.view(-1, result.shape[-1])
         if not torch.is_grad_enabled():  # nothing else holds the base layer's output
-            for (name, _), piece, rows in groups:
+            for name, part in groups:
                 if name is not None:
-                    piece += _delta(layer, name, rows, result.dtype)
+                    outputs[part] += _delta(layer, name, tokens[part], result.dtype)
             return result
-        return torch.cat(
-            [
-                piece if name is None else piece + _delta(layer, name, rows, result.dtype)
-                for (name, _), piece, rows in groups
-            ],
-            dim=axis,
-        )
+        pieces = [
+            outputs[part] if name is None else outputs[part] + _delta(layer, name, tokens[part], result.dtype)
+            for name, part in groups
+        ]
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view_as(result)
 
     return forward
 
@@ -110,10 +105,11 @@ class _AdaptedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Any, route: Route, *matrices: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layer: Any, groups: Groups, *matrices: Tensor) -> Tensor:
         result: Tensor = layer.base_layer(x)
-        tokens, outputs = x.reshape(-1, x.shape[-1]), result.view(-1, result.shape[-1])
-        ctx.layer, ctx.shape, ctx.groups = layer, x.shape, list(_token_groups(route, x))
+        tokens, outputs = x.flatten(0, -2), result.view(-1, result.shape[-1])
+        ctx.layer, ctx.shape = layer, x.shape
+        ctx.groups = [(name, part) for name, part in groups if name is not None]
         pairs, narrow = iter(matrices), []
         for name, part in ctx.groups:
             down, up = next(pairs), next(pairs)
@@ -126,7 +122,7 @@ class _AdaptedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         tokens, *saved = ctx.saved_tensors
-        outputs = gradient.reshape(-1, gradient.shape[-1])
+        outputs = gradient.flatten(0, -2)
         inputs = outputs @ ctx.layer.base_layer.weight if ctx.needs_input_grad[0] else None
         count = len(ctx.groups)
         found: list[Tensor | None] = []
@@ -141,16 +137,23 @@ class _AdaptedLinear(torch.autograd.Function):
         return None if inputs is None else inputs.view(ctx.shape), None, None, *found
 
 
-def _token_groups(route: Route, x: Tensor) -> Iterator[tuple[str, slice]]:
-    """Adapter of each group that has one, and where its tokens are among all of `x` [B, T, H]."""
+def _token_groups(route: Route, x: Tensor) -> Groups:
+    """Adapter of each group of the route, and where its tokens are among all of `x` [B, T, H] or [B * T, H].
+
+    Raises ConfigError for a layer that doesn't see all tokens of the pass, as an expert of a mixture.
+    """
+    total = x[..., 0].numel()
     if len(route) == 1:
-        route = ((route[0][0], len(x)),)
-    each = 1 if len(x) == 1 < len(route) else x[0, ..., 0].numel()  # several groups in one row: it is packed
-    start = 0
-    for name, count in route:
-        if name is not None:
-            yield name, slice(start, start + count * each)
-        start += count * each
+        return [(route[0][0], slice(0, total))]
+    counts = [count for _, count in route]
+    each, rest = divmod(total, sum(counts))  # tokens of a row; 1 where the rows are packed
+    if rest:
+        raise ConfigError(
+            "lora.target_modules: a layer with an adapter gets only some of a pass's tokens, so that they can't be told apart by "
+            "role; leave the experts out, for instance with lora.target_modules: [q_proj, k_proj, v_proj, o_proj]"
+        )
+    ends = [each * end for end in accumulate(counts)]
+    return [(name, slice(end - each * count, end)) for (name, count), end in zip(route, ends, strict=True)]
 
 
 def _add_product(total: Tensor, first: Tensor, second: Tensor) -> None:

@@ -10,12 +10,17 @@ import torch
 WORTH_A_THREAD = 2**16
 
 
+def mlp_width(config: Any) -> int:
+    """The widest MLP of a text config; a few families have one for each layer."""
+    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return int(max(width)) if isinstance(width, (list, tuple)) else int(width)
+
+
 @contextmanager
 def helpful_threads(model: Any) -> Iterator[None]:
     """Run what follows on one thread if the layers of `model`, a transformers model on a CPU, are small."""
     config, before = model.config.get_text_config(), torch.get_num_threads()
-    weights = config.hidden_size * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
-    if before == 1 or weights >= WORTH_A_THREAD or model.device.type != "cpu":
+    if before == 1 or config.hidden_size * mlp_width(config) >= WORTH_A_THREAD or model.device.type != "cpu":
         yield
         return
     torch.set_num_threads(1)

@@ -6,6 +6,7 @@ updates, `save_checkpoint` and `load_checkpoint` move its state to and from a po
 
 import copy
 import tempfile
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -27,6 +28,7 @@ from llmppo.errors import ConfigError
 from llmppo.models.adapted import ACTOR, AdaptedModel, lora_config
 from llmppo.models.head import TokenScorer
 from llmppo.models.liger import LigerScorer
+from llmppo.models.prefix import rotation_changes_at
 from llmppo.models.quantized import bnb_config, is_quantized
 from llmppo.ppo.schedules import lr_scale
 from llmppo.seeding import derive_seed
@@ -116,6 +118,13 @@ class LLMPPO(Bookkeeping):
             seed=seed,
         )
         self._apply_to_model()
+        even_until = rotation_changes_at(base.config)
+        if even_until is not None and self.sampling.max_model_len > even_until:
+            warnings.warn(
+                f"max_model_len {self.sampling.max_model_len}: beyond {even_until} tokens {type(base).__name__} rotates positions by the "
+                "longest row of a pass, so that a row's log-probs depend on its neighbours; set a max_model_len up to that, or micro-batches of one row",
+                stacklevel=2,
+            )
         self.ranks = Ranks.current()
         self.model.packing(self.config.use_sequence_packing)
         if self.ranks.count > 1:

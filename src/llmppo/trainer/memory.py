@@ -17,6 +17,7 @@ from llmppo.config import PPOConfig
 from llmppo.models.adapted import AdaptedModel
 from llmppo.models.head import default_tile_rows
 from llmppo.models.quantized import is_quantized
+from llmppo.models.threads import mlp_width
 
 # Share of a device's memory that tensors may take. On a CPU the process takes more than they: glibc keeps holes between
 # them, and without recomputation memory for the next micro-batch (docs/performance.md).
@@ -51,7 +52,7 @@ class ModelShape:
             layers=config.num_hidden_layers - model.first_adapted,
             attention=heads * size,
             key_value=groups * size,
-            intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            intermediate=mlp_width(config),
             vocabulary=model.head.vocabulary,
             rank=max(model.peft.peft_config["actor"].r, 1),
             trainable=sum(p.numel() for role in ("actor", "critic") for p in model.parameters(role)),
