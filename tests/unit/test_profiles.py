@@ -17,7 +17,7 @@ def test_a_profile_is_shipped_or_a_folder(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("")
     assert find_profile(SNAKEFILE, str(tmp_path)) == tmp_path / "config.yaml"
     with pytest.raises(
-        ConfigError, match=r"--profile lsf: .* name one of default, kubernetes, slurm, or a folder"
+        ConfigError, match=r"--profile lsf: .* name one of default, kubernetes, s3, slurm, or a folder"
     ):
         find_profile(SNAKEFILE, "lsf")
 
