@@ -56,7 +56,7 @@ class HFStep:
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any) -> Tensor:
         # The model's own forward applies the family's soft-cap or scale to the logits.
-        with helpful_threads(self._model):
+        with helpful_threads(self._model, input_ids.numel()):
             output = self._model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
