@@ -5,9 +5,7 @@ Files that agree with their manifest come first: what a manifest or a checksum f
 
 import json
 import shutil
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from llmppo.reporting import transcripts
 from llmppo.stage_settings import stage_settings
 from llmppo.stages import base_model, critic_warmup, rollout, update
 from llmppo.testing.batches import made_up_batch, tiny_agent
+from llmppo.testing.deadlines import deadline
 from llmppo.trajectories.episode import Episode, EpisodeSpec, StopReason, Turn
 from llmppo.trajectories.parquet import read_episodes, read_metadata, write_episodes
 
@@ -43,22 +42,9 @@ def fuzz(cases: int) -> settings:
     )  # fmt: skip
 
 
-@contextmanager
-def deadline() -> Iterator[None]:
-    def late(*_: object) -> None:
-        raise AssertionError(f"still at work after {DEADLINE_S} s")
-
-    signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, DEADLINE_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
 def refusal(read: Callable[[], Any], file: Path) -> str | None:
     """Why `read` refused, naming the file; None where it took it."""
-    with deadline():
+    with deadline(DEADLINE_S):
         try:
             read()
         except LlmppoError as error:

@@ -6,12 +6,10 @@ every run.
 
 import copy
 import json
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from llmppo.cli import main
 from llmppo.experiment import load_experiment
 from llmppo.plan import Plan
 from llmppo.stage_settings import STAGES
+from llmppo.testing.deadlines import deadline
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHIPPED = [
@@ -108,22 +107,9 @@ def put(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     values[path[-1]] = value
 
 
-@contextmanager
-def deadline() -> Iterator[None]:
-    def late(*_: object) -> None:
-        raise AssertionError(f"still at work after {DEADLINE_S} s")
-
-    signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, DEADLINE_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
 def check(content: bytes) -> str | None:
     """The words of the refusal of a config file; None where it is valid, and then its jobs can be planned."""
-    with tempfile.NamedTemporaryFile(suffix=".yaml") as file, deadline():
+    with tempfile.NamedTemporaryFile(suffix=".yaml") as file, deadline(DEADLINE_S):
         file.write(content)
         file.flush()
         result = CliRunner().invoke(main, ["validate", file.name])

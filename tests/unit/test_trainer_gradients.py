@@ -31,6 +31,15 @@ def tokens_through(module):
     return counts
 
 
+def same_learn_calls(ours, expected):
+    """Gradients of the first step and columns of two learn calls: (recorder, columns) each."""
+    (recorder, columns), (theirs, other) = ours, expected
+    close(recorder.actor[0], theirs.actor[0])
+    close(recorder.critic[0], theirs.critic[0])
+    for name in ("old_logprobs", "ref_logprobs", "values", "advantages"):
+        assert (getattr(columns, name) - getattr(other, name)).abs().max() < 1e-5
+
+
 def step_gradients(batch, **settings):
     agent = tiny_agent(**({"max_output_tokens": 8} | STILL | settings))
     recorder = StepRecorder(agent)
@@ -154,11 +163,7 @@ def test_a_shared_prefix_gives_the_gradients_of_whole_rows(settings):
         metrics = agent.learn(batch)
         assert (metrics["perf/shared_frac"] > 0.2) == share
         found.append((recorder, agent.last_outcome.columns))
-    (shared, columns), (whole, expected) = found
-    close(shared.actor[0], whole.actor[0])
-    close(shared.critic[0], whole.critic[0])
-    for name in ("old_logprobs", "ref_logprobs", "values", "advantages"):
-        assert (getattr(columns, name) - getattr(expected, name)).abs().max() < 1e-5
+    same_learn_calls(*found)
 
 
 @pytest.mark.parametrize(
@@ -187,11 +192,7 @@ def test_the_last_layer_runs_only_where_its_states_are_read(settings):
         agent.learn(batch)
         assert (sum(last) < 0.7 * sum(first)) == skip or agent.model.first_adapted
         found.append((recorder, agent.last_outcome.columns))
-    (skipping, columns), (whole, expected) = found
-    close(skipping.actor[0], whole.actor[0])
-    close(skipping.critic[0], whole.critic[0])
-    for name in ("old_logprobs", "ref_logprobs", "values", "advantages"):
-        assert (getattr(columns, name) - getattr(expected, name)).abs().max() < 1e-5
+    same_learn_calls(*found)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ class LastLayer:
         parts = dict(layers[-1].named_modules()) if layers else {}
         self.parts = [parts[name] for name in ALONE if name in parts]
         for part in self.parts:
-            part.forward = self._forward(part.forward)
+            part.forward = self._forward(part, part.forward)
         attention: Any = parts.get("self_attn")
         implementation = getattr(getattr(attention, "config", None), "_attn_implementation", None)
         if implementation in ("sdpa", WHERE_READ):  # the latter in a copy of an adapted model
@@ -65,7 +65,7 @@ class LastLayer:
         finally:
             self.read = previous
 
-    def _forward(self, plain: Any) -> Any:
+    def _forward(self, part: nn.Module, plain: Any) -> Any:
         def forward(x: Tensor, *others: Any, **options: Any) -> Any:
             read, route = self.read, self.router.route
             if read is None or others or options:
@@ -77,6 +77,7 @@ class LastLayer:
             with self.router.using(counts):
                 states = plain(tokens.index_select(0, places)[None])
             if not isinstance(states, Tensor):  # some experts also tell how they were chosen
+                part.forward = plain  # from now on
                 return plain(x)
             result = states.new_zeros(len(tokens), states.shape[-1]).index_copy(0, places, states[0])
             return result.view(*x.shape[:2], -1)
