@@ -71,6 +71,29 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+@contextmanager
+def new_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a path in a temporary folder, for a writer that keeps files beside its own.
+
+    On a clean exit the file takes `path`'s name, unless another process has given that to one of its own meanwhile.
+    """
+    target = Path(path)
+    folder = _temporary(target)
+    folder.mkdir()
+    try:
+        yield folder / target.name
+        _fsync_path(folder / target.name)
+        try:
+            os.link(folder / target.name, target)
+        except FileExistsError:
+            return
+        except OSError:  # a file system without hard links
+            os.rename(folder / target.name, target)
+        _fsync_path(target.parent)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")

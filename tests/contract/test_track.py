@@ -308,6 +308,22 @@ def test_initialising_writes_its_marker_either_way(tmp_path: Path) -> None:
     assert json.loads(out.read_text())["ok"] is False
 
 
+@pytest.mark.parametrize("after_s", [0.0, 0.5])
+def test_a_store_that_was_killed_half_made_is_made_anew(tmp_path: Path, after_s: float) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    code = f"from llmppo.tracking.mirror import initialise; initialise({uri!r})"
+    child = subprocess.Popen([sys.executable, "-c", code])
+    while not list(tmp_path.rglob("mlflow.db")):
+        assert child.poll() is None
+    time.sleep(after_s)
+    child.kill()
+    child.wait()
+    assert not (tmp_path / "mlflow.db").exists()
+    initialise(uri)
+    assert connect(uri).create_experiment("guess-number")
+    assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
+
+
 @pytest.mark.slow
 def test_six_processes_track_at_once_into_an_initialised_store(tmp_path: Path) -> None:
     evaluation = {"every": 2, "episodes": 4, "decoding": ["sampled"]}

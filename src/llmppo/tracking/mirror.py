@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from llmppo.files import digest, sha256_file
+from llmppo.files import digest, new_file, sha256_file
 from llmppo.provenance import code_version, lock_hash
 from llmppo.reporting.results import Chain
 from llmppo.tracking.content import (
@@ -53,14 +53,16 @@ def connect(uri: str) -> Any:
 
     # It prints a traceback of every database error that it also raises.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    database = sqlite_path(uri)
+    if database is not None and not database.exists():
+        # MLflow can't go on with tables that were left half made, so they get their name when all are there.
+        with new_file(database) as fresh:
+            MlflowClient(tracking_uri=f"sqlite:///{fresh}").search_experiments(max_results=1)
     return MlflowClient(tracking_uri=uri)
 
 
 def initialise(uri: str) -> None:
-    """Create the store's tables, alone. Several processes opening a fresh sqlite file at once would race."""
-    database = sqlite_path(uri)
-    if database is not None:
-        database.parent.mkdir(parents=True, exist_ok=True)
+    """Create the store's tables, alone: it takes seconds, which several processes would spend at once."""
     connect(uri).search_experiments(max_results=1)
 
 
