@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from llmppo.process import PARENT
 from llmppo.stage_settings import stage_settings
 from llmppo.worker import place as place_module
 from llmppo.worker.client import OFF, WORKER, offered
+from llmppo.worker.messages import receive, send
 from llmppo.worker.place import find_place, key_of, private_folder
 from llmppo.worker.server import Worker
 
@@ -404,6 +406,26 @@ def test_a_request_of_another_user_is_refused(runtime: Path, capfd: pytest.Captu
     assert worker.jobs == []
     assert f"user {NOBODY} is not ours" in capfd.readouterr().err
     worker.end()
+
+
+@pytest.mark.parametrize("token", [None, "", "a" * 43])
+def test_a_request_without_the_token_is_refused(
+    runtime: Path, capfd: pytest.CaptureFixture[str], token: str | None
+) -> None:
+    worker = Worker(runtime / "a.sock", os.getpid())
+    worker.listen()
+    assert (runtime / "a.token").stat().st_mode & 0o777 == 0o600
+    request = {"arguments": ["--version"], "environment": {}, "umask": 0, "base": None}
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(runtime / "a.sock"))
+        send(client, request if token is None else {**request, "token": token}, [0, 1, 2])
+        worker.accept()
+        with pytest.raises(EOFError):
+            receive(client)
+    assert worker.jobs == []
+    assert "without this worker's token" in capfd.readouterr().err
+    worker.end()
+    assert not list(runtime.iterdir())
 
 
 @pytest.mark.parametrize(

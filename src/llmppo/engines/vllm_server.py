@@ -12,7 +12,6 @@ import fcntl
 import importlib.metadata
 import json
 import os
-import secrets
 import signal
 import sys
 import threading
@@ -28,7 +27,7 @@ from llmppo.engines.vllm_client import API_KEY, POLL_S, UNIX, call, is_healthy
 from llmppo.errors import EngineError
 from llmppo.files import MANIFEST, check_manifest, digest
 from llmppo.process import WORKFLOW, start_server, thread_environment
-from llmppo.worker.place import private_folder, process_start
+from llmppo.worker.place import new_key, private_folder, process_start
 
 GRACE_S = 15.0  # between asking a server to end and killing it
 SWITCH_S = 120.0  # for falling asleep or waking up
@@ -84,7 +83,7 @@ def ensure_server(
         if sleeps:
             base.with_suffix(".sleep").touch()
         log = log or base.with_suffix(".log")
-        key = _new_key(base.with_suffix(".key"))
+        key = new_key(base.with_suffix(".key"))
         server = start_server(
             "llmppo.engines.vllm_server",
             [
@@ -114,15 +113,6 @@ def ensure_server(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGKILL)
         raise EngineError(f"the vLLM server {why}; its output is in {log}")
-
-
-def _new_key(file: Path) -> str:
-    """A key for a server that is about to start, in a file that only this user can read."""
-    file.unlink(missing_ok=True)
-    key = secrets.token_urlsafe(32)
-    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as target:
-        target.write(key)
-    return key
 
 
 def servers_of(

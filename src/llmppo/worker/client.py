@@ -62,7 +62,7 @@ def delegate(workflow: int, base: Path | None, arguments: list[str]) -> int | No
         if connection is None:
             return None
         with connection:
-            return _request(connection, base, arguments)
+            return _request(connection, place.token.read_text(encoding="utf-8"), base, arguments)
     except (OSError, EOFError, ValueError):
         return None
 
@@ -105,11 +105,12 @@ def start(place: Place, workflow: int, log: Path) -> socket.socket | None:
         return None
 
 
-def _request(connection: socket.socket, base: Path | None, arguments: list[str]) -> int | None:
+def _request(connection: socket.socket, token: str, base: Path | None, arguments: list[str]) -> int | None:
     connection.settimeout(ACCEPT_S)
     send(
         connection,
         {
+            "token": token,
             "arguments": arguments,
             "environment": dict(os.environ),
             "umask": _umask(),

@@ -33,6 +33,11 @@ class Place:
         return self.folder / f"{self.key}.sock"
 
     @property
+    def token(self) -> Path:
+        """Holds what a request must bring, for those who may read it."""
+        return token_file(self.socket)
+
+    @property
     def lock(self) -> Path:
         """Held by the client that starts the worker."""
         return self.folder / f"{self.key}.lock"
@@ -41,6 +46,10 @@ class Place:
     def gave_up(self) -> Path:
         """Exists once the worker could not be started: later stages don't try again."""
         return self.folder / f"{self.key}.failed"
+
+
+def token_file(sock: Path) -> Path:
+    return sock.with_suffix(".token")
 
 
 def private_folder() -> Path | None:
@@ -54,6 +63,17 @@ def private_folder() -> Path | None:
         return None
     private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
     return folder if private else None
+
+
+def new_key(file: Path) -> str:
+    """A key for a server that is about to start, in a file that only this user can read."""
+    import secrets  # for servers; stages, which start often, only read keys
+
+    file.unlink(missing_ok=True)
+    key = secrets.token_urlsafe(32)
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as target:
+        target.write(key)
+    return key
 
 
 def _stamp(path: Path) -> tuple[str, int, int]:

@@ -16,12 +16,14 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from hmac import compare_digest
 from pathlib import Path
 from typing import Any
 
 from llmppo.process import PARENT, die_with
 from llmppo.worker.client import OFF, WORKER
 from llmppo.worker.messages import INTERRUPT, receive, send
+from llmppo.worker.place import new_key, token_file
 
 IDLE_S = 900.0
 LOOK_S = 0.5
@@ -54,6 +56,7 @@ class Worker:
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
     def listen(self) -> None:
+        self.token = new_key(token_file(self.path))
         self.listener.bind(str(self.path))
         self.listener.listen(64)
         self.selector.register(self.listener, selectors.EVENT_READ, "client")
@@ -98,6 +101,10 @@ class Worker:
                 raise PermissionError(f"user {user} is not ours")
             connection.settimeout(REQUEST_S)
             request, files = receive(connection, descriptors=3)
+            if not compare_digest(str(request.get("token")).encode(), self.token.encode()):
+                for file in files:
+                    os.close(file)
+                raise PermissionError("a request without this worker's token")
             self.fork(connection, request, files)
         except (OSError, EOFError, ValueError) as error:
             _say(f"a request failed: {error!r}")
@@ -191,6 +198,7 @@ class Worker:
     def end(self) -> None:
         """Take no more requests, and leave no child behind."""
         self.path.unlink(missing_ok=True)
+        token_file(self.path).unlink(missing_ok=True)
         self.listener.close()
         for job in self.jobs:
             signal.pidfd_send_signal(job.pidfd, signal.SIGKILL)
