@@ -56,6 +56,25 @@ def test_only_what_both_have_counts() -> None:
     assert compare(study(main=[{0: 0.2}], other=[{4: 0.3}]), None, "sampled") == []
 
 
+def with_batches(variant: VariantSummary, batch: int, until: int) -> VariantSummary:
+    """The variant after `until` updates of `batch` episodes each."""
+    updates = tuple(Record(i, None, {"rollout/episodes": float(batch)}) for i in range(1, until + 1))
+    return summarize([replace(chain, updates=updates) for chain in variant.chains])[0]
+
+
+def test_unequal_batches_are_compared_at_equal_episodes() -> None:
+    large, small = study(large=[{0: 0.2, 4: 0.6, 8: 0.9}], small=[{0: 0.2, 4: 0.3, 8: 0.5}])
+    *_, equal = compare([with_batches(large, 64, 8), with_batches(small, 32, 8)], None, "sampled")
+    # 8 iterations of 32 episodes are 4 of 64.
+    assert equal.measure == "success at 256 episodes"
+    assert (equal.value, equal.baseline_value) == (pytest.approx(0.5), pytest.approx(0.6))
+    assert (equal.difference.mean, equal.wins, equal.losses) == (pytest.approx(-0.1), 0, 1)
+    *_, equal = compare([with_batches(large, 128, 8), with_batches(small, 32, 8)], None, "sampled")
+    assert equal.baseline_value == pytest.approx(0.4)  # half way between iterations 0 and 4
+    # Behind is not smaller.
+    assert len(compare([with_batches(large, 64, 8), with_batches(small, 64, 4)], None, "sampled")) == 2
+
+
 def test_the_baseline_can_be_named() -> None:
     variants = study(a=[{0: 0.1}], b=[{0: 0.4}], c=[{0: 0.2}])
     found = compare(variants, "b", "sampled")

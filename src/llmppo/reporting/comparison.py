@@ -63,7 +63,8 @@ def _paired_episodes(ours: Chain, theirs: Chain, iteration: int, decoding: str) 
 
 
 def compare(variants: Sequence[VariantSummary], baseline: str | None, decoding: str) -> list[Comparison]:
-    """Each variant but the baseline (the first one without a name) by its final success and its whole curve.
+    """Each variant but the baseline (the first one without a name) by its final success, its whole curve, and, where
+    batches differ, its success after equal numbers of training episodes.
 
     Only seeds and iterations count at which both were evaluated.
     """
@@ -94,7 +95,35 @@ def compare(variants: Sequence[VariantSummary], baseline: str | None, decoding: 
         found.append(_comparison(variant.name, reference.name, FINAL, final, episodes))
         whole = [(area(ours), area(theirs)) for ours, theirs in curves]
         found.append(_comparison(variant.name, reference.name, MEAN, whole, None))
+        if any(_batches_differ(ours, theirs) for ours, theirs in pairs):
+            played = [
+                tuple(_by_episodes(chain, series[chain.key]) for chain in (ours, theirs))
+                for ours, theirs in pairs
+            ]
+            episode = min(max(curve) for pair in played for curve in pair)
+            equal = [(_height(ours, episode), _height(theirs, episode)) for ours, theirs in played]
+            found.append(
+                _comparison(variant.name, reference.name, f"success at {episode} episodes", equal, None)
+            )
     return found
+
+
+def _batches_differ(ours: Chain, theirs: Chain) -> bool:
+    """Whether equally many iterations played other numbers of episodes."""
+    left, right = ours.episodes(0), theirs.episodes(0)
+    return any(left[iteration] != right[iteration] for iteration in left.keys() & right.keys())
+
+
+def _by_episodes(chain: Chain, curve: Mapping[int, float]) -> dict[int, float]:
+    """A curve over training episodes instead of iterations."""
+    played = chain.episodes(0)
+    return {played[iteration]: value for iteration, value in curve.items() if iteration in played}
+
+
+def _height(curve: Mapping[int, float], at: int) -> float:
+    """Height of a curve, between two points on the line that joins them."""
+    points = sorted(curve)
+    return float(np.interp(at, points, [curve[point] for point in points]))
 
 
 def _comparison(
