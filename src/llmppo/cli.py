@@ -194,7 +194,7 @@ def adopt(config: Path, results: Path | None, changes: tuple[str, ...]) -> None:
 
 @main.command()
 @click.argument("results", type=FOLDER)
-@click.option("--variant", help="Variant; the first one without it.")
+@click.option("--variant", help="Variant; the first one by name without it.")
 @click.option("--seed", type=click.IntRange(min=0), help="Seed; the first one without it.")
 @click.option("--iteration", type=click.IntRange(min=0), help="Iteration; the latest one without it.")
 @click.option("--evaluation", is_flag=True, help="Evaluation episodes instead of training rollouts.")
