@@ -694,6 +694,15 @@ class ExperimentConfig(Section):
             raise ValueError("ranks: a quantised base can't be sharded; set ranks: 1")
         return self
 
+    @field_validator("results")
+    @classmethod
+    def _no_wildcards(cls, results: str) -> str:
+        if {"{", "}"} & set(results):
+            raise ValueError(
+                f"{results} holds braces, which Snakemake takes for wildcards; choose a folder without them"
+            )
+        return results
+
     @field_validator("variants")
     @classmethod
     def _no_folder_of_ours(cls, variants: dict[str, Any]) -> dict[str, Any]:

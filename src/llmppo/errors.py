@@ -94,14 +94,29 @@ MACHINE_FAULTS = {
 }
 
 
+SQLITE_FULL = "database or disk is full"
+
+
+def _fault_number(error: BaseException) -> int | None:
+    """The system's number of what went wrong, which libraries may have put into words of their own."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    if match := re.search(r"(?:\bos error |\[Errno )(\d+)", str(error)):
+        return int(match[1])
+    return errno.ENOSPC if SQLITE_FULL in str(error) else None
+
+
+def no_room(error: BaseException) -> bool:
+    """Whether a disk is full, from whatever library met it."""
+    return MACHINE_FAULTS.get(_fault_number(error) or 0) == NO_ROOM
+
+
 def machine_fault(error: BaseException, place: object = None) -> str | None:
     """A full or read-only disk in words, from whatever library met it; None for any other error.
 
     `place` is what was being written, for errors that name no file.
     """
-    number = error.errno if isinstance(error, OSError) else None
-    if number is None and (match := re.search(r"(?:\bos error |\[Errno )(\d+)", str(error))):
-        number = int(match[1])
+    number = _fault_number(error)
     if number not in MACHINE_FAULTS:
         return None
     file = (error.filename if isinstance(error, OSError) else None) or place

@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -70,10 +70,14 @@ def _open(path: Path) -> IO[str]:
 
 
 def _lock(handle: IO[str]) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+    for last_try in (False, True):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if last_try:
+                return False
+            time.sleep(0.05)  # somebody may only have looked (`in_use`)
     handle.truncate(0)
     handle.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}))
     handle.flush()
@@ -96,6 +100,18 @@ def hold_for_good(path: str, results: str) -> IO[str] | None:
         raise LlmppoError(refusal(results, path))
     settle(results)
     return lock
+
+
+def in_use(results: str, path: str) -> str | None:
+    """`refusal` where another run holds the lock of a results folder now, else None."""
+    if os.environ.get(HELD) == path:
+        return None
+    with suppress(OSError), open(path, encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return refusal(results, path)
+    return None
 
 
 def refusal(results: str, path: str) -> str:

@@ -308,6 +308,24 @@ def test_initialising_writes_its_marker_either_way(tmp_path: Path) -> None:
     assert json.loads(out.read_text())["ok"] is False
 
 
+def test_a_store_that_fills_the_disk_of_the_results_fails_its_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the marker would stand for a store that isn't there, once there is room."""
+
+    def full(_: str) -> None:
+        raise RuntimeError("(sqlite3.OperationalError) database or disk is full")
+
+    monkeypatch.setattr("llmppo.tracking.mirror.initialise", full)
+    out = tmp_path / "ready.json"
+    with pytest.raises(RuntimeError):
+        mlflow_init.run({}, uri=f"sqlite:///{tmp_path}/mlflow.db", out=out)
+    assert not out.exists()
+    for elsewhere in ("sqlite:////proc/mlflow.db", "http://127.0.0.1:1"):
+        mlflow_init.run({}, uri=elsewhere, out=out)
+        assert json.loads(out.read_text())["ok"] is False
+
+
 @pytest.mark.parametrize("after_s", [0.0, 0.5])
 def test_a_store_that_was_killed_half_made_is_made_anew(tmp_path: Path, after_s: float) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"

@@ -55,6 +55,7 @@ def test_every_fault_is_listed_at_once() -> None:
     ("changes", "expected"),
     [
         ({"seeds": [1, 1]}, "seeds repeat"),
+        ({"results": "runs/{me}"}, "holds braces, which Snakemake takes for wildcards"),
         ({"evaluation": {"decoding": ["greedy", "greedy"]}}, "a decoding stands here twice"),
         ({"ppo": {"batch_size": 4, "mini_batch_size": 8}}, r"mini_batch_size (8) exceeds batch_size (4)"),
         ({"rollout": {"max_output_tokens": 64, "max_model_len": 64}}, "must be below max_model_len"),

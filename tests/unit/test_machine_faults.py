@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sqlite3
 import stat
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llmppo.errors import machine_fault, memory_fault
+from llmppo.errors import machine_fault, memory_fault, no_room
 
 
 @pytest.fixture
@@ -30,6 +31,22 @@ def by_python(path):
 
 def by_arrow(path):
     pq.write_table(pa.table({"a": [1]}), path)
+
+
+def test_a_database_that_fills_its_disk_is_told_so(tmp_path):
+    database = sqlite3.connect(tmp_path / "a.db")
+    database.execute("pragma max_page_count = 2")
+    with pytest.raises(sqlite3.OperationalError) as caught:
+        database.executescript("create table a (b); insert into a values (randomblob(100000));")
+    told = machine_fault(RuntimeError(f"(sqlite3.OperationalError) {caught.value}"), "shared/mlflow/a.json")
+    assert told is not None
+    assert told.startswith("shared/mlflow/a.json: No space left on device; make room")
+
+
+def test_only_a_full_disk_has_no_room():
+    assert no_room(OSError(errno.EDQUOT, "quota"))
+    assert not no_room(OSError(errno.EROFS, "read-only"))
+    assert not no_room(OSError("no number"))
 
 
 @pytest.mark.parametrize("write", [by_python, by_arrow])

@@ -8,7 +8,7 @@ import pytest
 
 from llmppo.errors import LlmppoError
 from llmppo.files import read_json
-from llmppo.ownership import HELD, check_home, hold, hold_for_good, near, settle
+from llmppo.ownership import HELD, check_home, hold, hold_for_good, in_use, near, settle
 
 
 def test_a_path_has_one_spelling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,9 +39,13 @@ def test_a_second_holder_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.
         assert descriptor is not None
         with pytest.raises(LlmppoError, match=f"process {os.getpid()} on"):
             hold_for_good(str(lock), str(lock.parent))
+        assert f"in use by process {os.getpid()} on" in str(in_use(str(lock.parent), str(lock)))
         monkeypatch.setenv(HELD, str(lock))  # a child of the holder
         assert hold_for_good(str(lock), str(lock.parent)) is None
+        assert in_use(str(lock.parent), str(lock)) is None
     monkeypatch.delenv(HELD)
+    assert in_use(str(lock.parent), str(lock)) is None
+    assert in_use("nowhere", "nowhere/.run.lock") is None
     kept = hold_for_good(str(lock), str(lock.parent))
     assert kept is not None
     assert read_json(lock.parent / ".home.json") == {"directory": os.getcwd()}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from llmppo.experiment import parse_experiment, read_values
 from llmppo.errors import LlmppoError
-from llmppo.ownership import check_home, hold_for_good
+from llmppo.ownership import check_home, hold_for_good, in_use
 from llmppo.plan import Plan
 from llmppo.process import (
     PARENT,
@@ -34,6 +34,9 @@ try:
         whole_folders=STORED,
     )
     check_home(PLAN.layout.results)
+    # Snakemake would call what another run is just writing incomplete; `onstart` is the one that refuses.
+    if workflow.is_main_process and (taken := in_use(PLAN.layout.results, PLAN.layout.lock)):
+        print(f"Note: {taken}", file=sys.stderr)
 except LlmppoError as error:
     # An exception would be shown with a trace, which says nothing to who mistyped a key.
     sys.exit(f"Error in {error}")

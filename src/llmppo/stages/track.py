@@ -32,10 +32,10 @@ def run(
     """Bring the chain's MLflow run up to date; write the marker `out`, and a page with a link to the run beside it.
 
     `settings`: {tracking, config}, the config being that of the resolved variant. Raises ArtefactError for a
-    damaged metrics file, and nothing for what the tracker does.
+    damaged metrics file, and nothing for what the tracker does, unless its store has filled the disk of the results.
     """
     from llmppo.reporting.results import load_chain
-    from llmppo.tracking.mirror import Mirror, connect
+    from llmppo.tracking.mirror import Mirror, connect, fills_disk_of
 
     chain = load_chain(run_dir, variant, seed)
     mirror: Mirror | None = None
@@ -43,6 +43,8 @@ def run(
         mirror = Mirror(connect(uri), uri, experiment, chain, settings["config"])
         new = mirror.update()
     except Exception as error:  # whatever a tracker and its database drivers raise
+        if fills_disk_of(out, uri, error):
+            raise
         if mirror is not None:
             with contextlib.suppress(Exception):
                 mirror.fail()

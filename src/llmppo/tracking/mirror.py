@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from llmppo.errors import no_room
 from llmppo.files import digest, new_file, sha256_file
 from llmppo.provenance import code_version, lock_hash
 from llmppo.reporting.results import Chain
@@ -59,6 +60,17 @@ def connect(uri: str) -> Any:
         with new_file(database) as fresh:
             MlflowClient(tracking_uri=f"sqlite:///{fresh}").search_experiments(max_results=1)
     return MlflowClient(tracking_uri=uri)
+
+
+def fills_disk_of(file: Path, uri: str, error: Exception) -> bool:
+    """Whether a store on the disk of `file` has met its end: then that is full for the results too."""
+    database = sqlite_path(uri)
+    return (
+        no_room(error)
+        and database is not None
+        and database.parent.exists()
+        and database.parent.stat().st_dev == file.parent.stat().st_dev
+    )
 
 
 def initialise(uri: str) -> None:

@@ -20,6 +20,7 @@ from hmac import compare_digest
 from pathlib import Path
 from typing import Any
 
+from llmppo.errors import less_memory
 from llmppo.process import PARENT, die_with
 from llmppo.worker.client import OFF, WORKER
 from llmppo.worker.messages import INTERRUPT, receive, send
@@ -140,6 +141,8 @@ class Worker:
     def become_stage(self, worker: int, request: dict[str, Any], files: list[int]) -> None:
         """In the child: be the process that the client would have been, and end. Doesn't return."""
         status = 1
+        stage = request["arguments"][0]
+        last_words = f"llmppo {stage}: error: memory ran out. {less_memory(stage)}\n".encode()
         try:
             die_with(worker)
             self.forget()
@@ -154,6 +157,8 @@ class Worker:
             os.environ[WORKER] = OFF
             os.environ.pop(PARENT, None)
             status = run_command(request["arguments"])
+        except MemoryError:  # in the midst of telling it: a buffer of its own is more than there is
+            os.write(2, last_words)
         except BaseException:
             traceback.print_exc()
         finally:
