@@ -346,7 +346,7 @@ class PPOConfig(Section):
     )
     micro_batch_size_per_gpu: Positive | None = Field(
         None,
-        description="Episodes of one backward pass; null takes the mini-batch. Gradients don't depend on it.",
+        description="Episodes of one backward pass; null takes the mini-batch, or of it what fits memory. Gradients don't depend on it.",
     )
     max_tokens_per_micro_batch: Positive | None = Field(
         None, description="Bound on the padded tokens of a micro-batch (a single longer row still runs)."
@@ -474,7 +474,7 @@ class PPOConfig(Section):
     )
     gradient_checkpointing: bool | None = Field(
         None,
-        description="Recompute layer activations in the backward pass; null only where the memory estimate says that keeping them doesn't fit the device.",
+        description="Recompute layer activations in the backward pass; null only where the memory estimate says that keeping them doesn't fit the device, in small micro-batches neither.",
     )
     torch_compiler: str | None = Field(
         None,

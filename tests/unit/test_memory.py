@@ -3,6 +3,7 @@
 import gc
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -17,6 +18,7 @@ from llmppo.testing.models import tiny_model
 from llmppo.trainer.agent import LLMPPO
 from llmppo.trainer.batch import UpdateBatch, build_batch
 from llmppo.trainer.memory import ModelShape, PassPlan, choose, is_out_of_memory, step_bytes, usable_bytes
+from llmppo.trainer.passes import Passes
 
 SMALL: dict[str, Any] = {
     "layers": 3, "hidden": 128, "heads": 4, "kv_heads": 4, "intermediate": 384, "vocab_size": 3000, "family": "llama",
@@ -128,11 +130,52 @@ def test_the_fastest_plan_that_fits_is_chosen() -> None:
         enough = needed(plan) + shape.frozen_bytes
         assert choose(config, 100, shape, enough) == plan
         assert choose(config, 100, shape, enough - 1) != plan
-    assert choose(config, 100, shape, 0) == PassPlan(checkpointing=True, fused=False)
+    assert choose(config, 100, shape, 0) == PassPlan(checkpointing=True, fused=False, micro_tokens=100)
     # What is set stays.
     fixed = config.model_copy(update={"gradient_checkpointing": False, "fuse_actor_critic_pass": True})
     assert choose(fixed, 100, shape, 0) == plans[0]
     assert choose(config.model_copy(update={"gradient_checkpointing": True}), 100, shape, 2**40).checkpointing
+
+
+def test_smaller_micro_batches_go_before_recomputation() -> None:
+    shape = ModelShape.of(tiny_agent().model)
+    config = PPOConfig(batch_size=8)
+
+    def room_for(rows: int, checkpointing: bool) -> int:
+        """Bytes for passes of `rows` rows of 512 tokens, one role after the other."""
+        plan = PassPlan(checkpointing, fused=False)
+        tokens = rows * 512
+        return shape.frozen_bytes + step_bytes(
+            shape, plan, rows=rows, row_tokens=512, action_tokens=tokens, tile_rows=None
+        )
+
+    assert choose(config, 512, shape, room_for(4, False)) == PassPlan(False, False, 2048)
+    assert choose(config, 512, shape, room_for(2, False)) == PassPlan(False, False, 1024)
+    # One row alone is too short a pass: better recompute more of them.
+    assert choose(config, 512, shape, room_for(2, False) - 1).checkpointing
+    for bound in ({"micro_batch_size_per_gpu": 8}, {"max_tokens_per_micro_batch": 4096}):
+        plan = choose(config.model_copy(update=bound), 512, shape, room_for(4, False))
+        assert plan.checkpointing
+        assert plan.micro_tokens is None
+
+
+def test_the_batch_is_cut_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = tiny_agent(batch_size=8)
+    batch = made_up_batch([(8,)] * 8)
+    whole = agent.learn(batch)
+    split = tiny_agent(batch_size=8)
+    split.plan = PassPlan(checkpointing=False, fused=True, micro_tokens=2 * max(map(max, batch.segments)))
+    cut = []
+    original = Passes.micro_batches
+
+    def watched(self: Passes, rows: Sequence[int]) -> list[list[int]]:
+        cut.append(original(self, rows))
+        return cut[-1]
+
+    monkeypatch.setattr(Passes, "micro_batches", watched)
+    parts = split.learn(batch)
+    assert [len(part) for part in cut[-1]] == [2, 2, 2, 2]
+    assert parts["actor/grad_norm"] == pytest.approx(whole["actor/grad_norm"], rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -402,7 +402,7 @@ class LLMPPO(Bookkeeping):
                 self._scorer(),
                 batch,
                 micro,
-                config.max_tokens_per_micro_batch,
+                config.max_tokens_per_micro_batch or self.plan.micro_tokens,
                 config.use_sequence_packing,
                 self.ranks,
             ),

@@ -6,7 +6,7 @@ of the adapters stand beside it. `choose` picks the fastest way to run a pass th
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -22,6 +22,7 @@ from llmppo.models.threads import mlp_width
 # Share of a device's memory that tensors may take. On a CPU the process takes more than they: glibc keeps holes between
 # them, and without recomputation memory for the next micro-batch (docs/performance.md).
 USABLE = {"cuda": 0.85, "cpu": 0.5}
+FEWEST_TOKENS = 1024  # of a pass that still uses the hardware well: recomputing would be no slower below
 HEAD_TILES = 4  # fp32 tiles of logits that live together while one is differentiated
 
 
@@ -68,6 +69,7 @@ class PassPlan:
 
     checkpointing: bool
     fused: bool
+    micro_tokens: int | None = None  # bound on the padded tokens of a micro-batch, where the config sets none
 
 
 def step_bytes(
@@ -104,32 +106,43 @@ def step_bytes(
 def choose(config: PPOConfig, max_model_len: int, shape: ModelShape, memory: float) -> PassPlan:
     """The fastest plan that fits into `memory` bytes with the base, of those that `gradient_checkpointing` and `fuse_actor_critic_pass` leave.
 
-    Sized for the longest rows that training may see, so that no batch changes it. The smallest one where none fits.
+    Where the config leaves micro-batches open, smaller ones that keep activations go before recomputation, which
+    costs more, as long as a pass has `FEWEST_TOKENS`. Sized for the longest rows that training may see, so that no
+    batch changes it. The smallest one where none fits.
     """
     row_tokens = config.max_row_tokens or max_model_len
     rows = config.micro_batch_size_per_gpu or config.mini_batch_size or config.batch_size
     if config.max_tokens_per_micro_batch is not None:
         rows = min(rows, max(1, config.max_tokens_per_micro_batch // row_tokens))
+    fusions = (False,) if config.critic == "head" else _allowed(config.fuse_actor_critic_pass, (True, False))
+    whole = config.micro_batch_size_per_gpu is not None or config.max_tokens_per_micro_batch is not None
     plans = [
-        PassPlan(checkpointing, fused)
+        (PassPlan(checkpointing, fused, None if part == rows else part * row_tokens), part)
         for checkpointing in _allowed(config.gradient_checkpointing, (False, True))
-        for fused in (
-            (False,) if config.critic == "head" else _allowed(config.fuse_actor_critic_pass, (True, False))
-        )
+        for part in ((rows,) if whole else halves(rows))
+        if part == rows or checkpointing or part * row_tokens >= FEWEST_TOKENS
+        for fused in fusions
     ]
     room = memory - shape.frozen_bytes
-    for plan in plans:
+    for plan, part in plans:
         needed = step_bytes(
             shape,
             plan,
-            rows=rows,
+            rows=part,
             row_tokens=row_tokens,
-            action_tokens=rows * row_tokens,
+            action_tokens=part * row_tokens,
             tile_rows=config.chunk_rows,
         )
         if needed <= room:
             return plan
-    return plans[-1]
+    return plans[-1][0]
+
+
+def halves(rows: int) -> Iterator[int]:
+    """`rows`, half of them, and so on down to one."""
+    while rows:
+        yield rows
+        rows //= 2
 
 
 def _allowed(choice: bool | None, order: tuple[bool, bool]) -> Iterable[bool]:
@@ -165,7 +178,10 @@ def ways_out(config: PPOConfig, plan: PassPlan, device: torch.device) -> list[st
     found = []
     if plan.fused:
         found.append("fuse_actor_critic_pass: false (same results)")
-    if rows > 1:
+    if plan.micro_tokens is not None:
+        tokens = plan.micro_tokens
+        found.append(f"max_tokens_per_micro_batch: {tokens // 2} (now {tokens}; same gradients)")
+    elif rows > 1:
         found.append(f"micro_batch_size_per_gpu: {rows // 2} (now {rows}; same gradients)")
     if not plan.checkpointing:
         found.append("gradient_checkpointing: true (same gradients, up to half slower)")
