@@ -1,71 +1,29 @@
-"""Every command that README, docs and config/README.md show is one that the programs take; none is run.
+"""Every command that README, docs and config/README.md show is one that the programs take.
 
-A shown command is a line of a fenced shell block, or code within a sentence that begins with a program of ours. Options and their
-values are parsed by the program's own parser where it can be had; named files, targets and config keys must exist.
-A command that nothing here knows how to check fails, so that none goes unchecked.
+Options and their values are parsed by the program's own parser where it can be had; named files, targets and config keys
+must exist, in this repository as it is. A command that nothing here knows how to check fails, so that none goes unchecked.
+`workflow/test_documented_runs.py` runs them.
 """
 
 import re
-import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import pytest
+from shown import COMMANDS, FENCE, INLINE, PAGES, PLACEHOLDER, REPOSITORY, SHELLS, Shown, files
 
 from llmppo.cli import main
 from llmppo.config import ExperimentConfig
 from llmppo.experiment import load_experiment
 from llmppo.run import configure, find_profile
 
-REPOSITORY = Path(__file__).parents[2]
-PAGES = [
-    REPOSITORY / "README.md",
-    REPOSITORY / "config" / "README.md",
-    *sorted((REPOSITORY / "docs").glob("*.md")),
-]
-FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
-SHELLS = ("sh", "bash", "shell", "console")
 LANGUAGES = (*SHELLS, "python", "yaml", "sql", "text", "latex")
-PLACEHOLDER = re.compile(r"\b[A-Z]{2,}\b|^my\b|^path/to/")  # NAME, my.yaml, path/to/model: a reader's own
 OwnFiles = dict[str, Path | None]
-INLINE = ("llmppo", "snakemake", "make", "python", "pytest", "pip", "conda")
-
-
-class Shown(NamedTuple):
-    page: str
-    text: str
-    whole: bool  # a line to be typed; within a sentence it may be only the command's name
-
-    def __str__(self) -> str:
-        return f"{self.page}: {self.text}"
-
-
-def lines(block: str) -> Iterator[str]:
-    """Commands of a shell block, without comments, continuation lines joined."""
-    for line in block.replace("\\\n", " ").splitlines():
-        if words := shlex.split(line, comments=True):
-            yield shlex.join(words)
-
-
-def shown() -> Iterator[Shown]:
-    for path in PAGES:
-        text, page = path.read_text(encoding="utf-8"), str(path.relative_to(REPOSITORY))
-        for _, language, block in FENCE.findall(text):
-            if language in SHELLS:
-                yield from (Shown(page, line, True) for line in lines(block))
-        for code in re.findall(r"`([^`]+)`", FENCE.sub("", text)):
-            words = code.split()
-            if len(words) > 1 and words[0] in INLINE:
-                yield Shown(page, " ".join(words), False)
-
-
-COMMANDS = list(dict.fromkeys(shown()))
 
 
 def test_enough_is_found() -> None:
@@ -88,12 +46,10 @@ def test_every_block_says_its_language_and_no_command_stands_outside_of_one() ->
 def own_files(tmp_path: Path) -> OwnFiles:
     """The YAML files that pages show in full, such as `# study.yaml`; None for one with a path of the reader's to fill in."""
     found: OwnFiles = {}
-    for path in PAGES:
-        for _, language, block in FENCE.findall(path.read_text(encoding="utf-8")):
-            if language == "yaml" and (name := re.match(r"# ([\w-]+\.yaml)\n", block)):
-                file = tmp_path / name[1]
-                file.write_text(block)
-                found[name[1]] = None if "path/to/" in block else file
+    for name, content in files().items():
+        if name.endswith(".yaml"):
+            (tmp_path / name).write_text(content)
+            found[name] = None if "path/to/" in content else tmp_path / name
     return found
 
 
@@ -102,10 +58,7 @@ def test_a_shown_command_is_known(
     command: Shown, own_files: OwnFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
-    words = shlex.split(command.text)
-    while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):  # VARIABLE=value before the program
-        words.pop(0)
-    program = words.pop(0)
+    program, *words = command.words
     check = CHECKS.get(program)
     assert check is not None, f"no check for {program}: add one to CHECKS"
     check(words, command.whole, own_files)

@@ -8,31 +8,16 @@ from pathlib import Path
 import duckdb
 import pytest
 import yaml
+from shown import README, REPOSITORY, blocks, write_examples
 
-from llmppo.testing.models import tiny_model, tiny_tokenizer
 from llmppo.testing.results import made_up_episode
 from llmppo.trajectories.parquet import write_episodes
-
-REPOSITORY = Path(__file__).parents[2]
-README = (REPOSITORY / "README.md").read_text()
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
-    """A folder with the example's files and a small model in place of `path/to/model`."""
-    tokenizer = tiny_tokenizer()
-    model = tiny_model(layers=1, hidden=16)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.save_pretrained(tmp_path / "path" / "to" / "model")
-    tokenizer.save_pretrained(tmp_path / "path" / "to" / "model")
-    for language in ("python", "yaml"):
-        for block in blocks(language):
-            if name := re.match(r"# (\w+\.(?:py|yaml))\n", block):
-                (tmp_path / name[1]).write_text(block)
+    """A folder with the example's files and a small model."""
+    write_examples(tmp_path)
     return tmp_path
 
 
@@ -49,18 +34,8 @@ def test_the_example_is_a_valid_experiment(workspace: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.workflow
-def test_the_example_trains_by_the_workflow(workspace: Path) -> None:
-    config = yaml.safe_load((workspace / "reverse.yaml").read_text())
-    config |= {"iterations": 1, "evaluation": {"every": 1, "episodes": 8}}
-    (workspace / "reverse.yaml").write_text(yaml.safe_dump(config))
-    run([str(Path(sys.executable).with_name("llmppo")), "run", "--config", "reverse.yaml"], workspace)
-    assert (workspace / "results/reverse/report/report.html").stat().st_size > 0
-
-
-@pytest.mark.slow
 def test_the_example_trains_from_python(workspace: Path) -> None:
-    (script,) = [block for block in blocks("python") if "train_llm_rollout(" in block]
+    (script,) = [block for block in blocks(README, "python") if "train_llm_rollout(" in block]
     (workspace / "script.py").write_text(script.replace("iterations=10", "iterations=2"))
     run([sys.executable, "script.py"], workspace)
     assert (workspace / "checkpoint" / "actor" / "adapter_model.safetensors").is_file()
@@ -72,7 +47,7 @@ def test_the_queries_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     episodes = [made_up_episode(n, turns, task="12", success=n % 2 == 0) for n in range(6)]
     write_episodes(chain / "iterations/0001/rollouts/shard-0.parquet", episodes, {})
     monkeypatch.chdir(tmp_path)
-    (script,) = blocks("sql")
+    (script,) = blocks(README, "sql")
     last = re.search(r"evaluations/(\d{4})/sampled", script)
     assert last is not None
     write_episodes(chain / f"evaluations/{last[1]}/sampled.parquet", episodes, {})
@@ -88,5 +63,5 @@ def test_the_queries_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#]+)(?:#[\w-]+)?\)", README):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[\w-]+)?\)", README.read_text()):
         assert (REPOSITORY / target).exists(), target

@@ -5,12 +5,10 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
 import time
-import urllib.request
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from llmppo.reporting.results import load_chain
 from llmppo.stage_settings import stage_settings
 from llmppo.stages import mlflow_init, report, track
 from llmppo.testing.results import game_config, write_chain, write_results
+from llmppo.testing.servers import free_port, wait_for
 from llmppo.tracking.content import MAX_PARAM, chain_entries, config_hash, flatten, legal
 from llmppo.tracking.mirror import Mirror, connect, digest_tags, digests_in, initialise, sqlite_path
 
@@ -466,9 +465,7 @@ def test_the_links_work_in_the_real_ui(tmp_path: Path, store: Path, browser: Any
     settings = stage_settings(study.config, "report")
     report.run(settings, results=study.folder, baselines=None, out=study.folder / "report" / "report.html")
     study.track()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [
         sys.executable,
         "-m",
@@ -497,15 +494,3 @@ def test_the_links_work_in_the_real_ui(tmp_path: Path, store: Path, browser: Any
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
-
-
-def wait_for(address: str) -> None:
-    """Until a server answers."""
-    deadline = time.monotonic() + 120
-    while True:
-        try:
-            urllib.request.urlopen(address, timeout=5).close()
-            return
-        except OSError:
-            assert time.monotonic() < deadline, f"{address} does not answer"
-            time.sleep(0.3)

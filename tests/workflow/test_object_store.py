@@ -3,42 +3,25 @@
 The store is a local S3 server. Snakemake removes a job's copies when it is done, so the next one begins without.
 """
 
-import logging
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from workflow_runs import REPOSITORY, Bench
+from workflow_runs import REPOSITORY, S3_KEYS, Bench, s3_server
 
-pytestmark = [
-    pytest.mark.workflow,
-    pytest.mark.skipif(
-        find_spec("snakemake_storage_plugin_s3") is None or find_spec("moto") is None,
-        reason="packages of requirements-s3.lock are not installed: make s3",
-    ),
-]
+pytestmark = pytest.mark.workflow
 
 PROFILE = REPOSITORY / "workflow" / "profiles" / "s3"
 PREFIX = ("--default-storage-prefix", "s3://bucket/folder")
 STORE = ("--default-storage-provider", "s3", *PREFIX)
-KEYS = {"ACCESS_KEY": "somebody", "SECRET_KEY": "something"}
 
 
 @pytest.fixture
 def store(bench: Bench) -> Iterator[Bench]:
     """A bench with one chain, whose Snakemake finds a server with an empty store."""
-    from moto.server import ThreadedMotoServer
-
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    url = "http://{}:{}".format(*server.get_host_and_port())
-    names = {"ENDPOINT_URL": url, **KEYS}
-    bench.environment = {f"SNAKEMAKE_STORAGE_S3_{name}": value for name, value in names.items()}
-    bench.write_config(seeds=[0])
-    yield bench
-    server.stop()
+    with s3_server() as bench.environment:
+        bench.write_config(seeds=[0])
+        yield bench
 
 
 def fetch(bench: Bench, folder: Path) -> Bench:
@@ -48,8 +31,8 @@ def fetch(bench: Bench, folder: Path) -> Bench:
     client = boto3.resource(
         "s3",
         endpoint_url=bench.environment["SNAKEMAKE_STORAGE_S3_ENDPOINT_URL"],
-        aws_access_key_id=KEYS["ACCESS_KEY"],
-        aws_secret_access_key=KEYS["SECRET_KEY"],
+        aws_access_key_id=S3_KEYS["ACCESS_KEY"],
+        aws_secret_access_key=S3_KEYS["SECRET_KEY"],
         region_name="us-east-1",
     )
     for item in client.Bucket("bucket").objects.all():

@@ -1,6 +1,7 @@
 """Helpers of the workflow tests: a checkout with its own environment, and Snakemake's plans as sets of jobs."""
 
 import hashlib
+import logging
 import os
 import re
 import stat
@@ -8,10 +9,14 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -21,6 +26,7 @@ WILDCARDS = re.compile(r"^ +wildcards: (.*)$")
 SMOKE = REPOSITORY / "config" / "test" / "smoke.yaml"  # three iterations
 FASTER = ("--set", "ppo.lr_actor=0.01", "--set", "ppo.lr_critic=0.01")
 FASTER_NAME = "lr_actor-0.01_lr_critic-0.01"
+S3_KEYS = {"ACCESS_KEY": "somebody", "SECRET_KEY": "something"}
 
 
 @dataclass
@@ -133,3 +139,22 @@ def llmppo_run(folder: Path, cores: int, *options: str) -> subprocess.Popen[str]
         ],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
+
+
+@contextmanager
+def s3_server() -> Iterator[dict[str, str]]:
+    """Variables by which Snakemake finds an S3 server on this machine, whose store is empty. Skips a test without its packages."""
+    if find_spec("snakemake_storage_plugin_s3") is None or find_spec("moto") is None:
+        pytest.skip("packages of requirements-s3.lock are not installed: make s3")
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    url = "http://{}:{}".format(*server.get_host_and_port())
+    try:
+        yield {
+            f"SNAKEMAKE_STORAGE_S3_{name}": value for name, value in {"ENDPOINT_URL": url, **S3_KEYS}.items()
+        }
+    finally:
+        server.stop()
