@@ -35,7 +35,9 @@ try:
     )
     check_home(PLAN.layout.results)
     # Snakemake would call what another run is just writing incomplete; `onstart` is the one that refuses.
-    if workflow.is_main_process and (taken := in_use(PLAN.layout.results, PLAN.layout.lock)):
+    if workflow.is_main_process and (
+        taken := in_use(PLAN.layout.results, PLAN.layout.lock)
+    ):
         print(f"Note: {taken}", file=sys.stderr)
 except LlmppoError as error:
     # An exception would be shown with a trace, which says nothing to who mistyped a key.
