@@ -292,11 +292,11 @@ def test_a_server_gets_its_key(tmp_path, monkeypatch):
         assert "key-of" not in str(refused.value)
         monkeypatch.setenv("VLLM_API_KEY", "key-of-the-server")
         assert len(complete([url])) == 4
-        server.key = vllm_server._new_key(tmp_path / "a.key")
+        server.key = vllm_server.new_key(tmp_path / "a.key")
         assert (tmp_path / "a.key").stat().st_mode & 0o777 == 0o600
         assert len(complete([url])) == 4
         assert server.keys[-1] == f"Bearer {server.key}"
-        assert vllm_server._new_key(tmp_path / "a.key") != server.key
+        assert vllm_server.new_key(tmp_path / "a.key") != server.key
 
 
 def test_a_server_sleeps_when_nobody_uses_it(tmp_path):

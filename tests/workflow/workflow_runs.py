@@ -1,7 +1,6 @@
 """Helpers of the workflow tests: a checkout with its own environment, and Snakemake's plans as sets of jobs."""
 
 import hashlib
-import logging
 import os
 import re
 import stat
@@ -18,6 +17,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from llmppo.testing.servers import free_port, wait_for
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RULE = re.compile(r"^(?:local)?(?:rule|checkpoint) (\w+):$")
@@ -146,15 +147,18 @@ def s3_server() -> Iterator[dict[str, str]]:
     """Variables by which Snakemake finds an S3 server on this machine, whose store is empty. Skips a test without its packages."""
     if find_spec("snakemake_storage_plugin_s3") is None or find_spec("moto") is None:
         pytest.skip("packages of requirements-s3.lock are not installed: make s3")
-    from moto.server import ThreadedMotoServer
-
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    url = "http://{}:{}".format(*server.get_host_and_port())
+    port = free_port()
+    # A process of its own: vLLM, which other tests load, stumbles over what its web framework leaves in a process.
+    server = subprocess.Popen(
+        [sys.executable, "-c", "from moto.server import main; main()", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    wait_for(url)
     try:
         yield {
             f"SNAKEMAKE_STORAGE_S3_{name}": value for name, value in {"ENDPOINT_URL": url, **S3_KEYS}.items()
         }
     finally:
-        server.stop()
+        server.kill()
+        server.wait()
