@@ -154,8 +154,8 @@ def s3_server() -> Iterator[dict[str, str]]:
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     url = f"http://127.0.0.1:{port}"
-    wait_for(url)
     try:
+        wait_for(url)
         yield {
             f"SNAKEMAKE_STORAGE_S3_{name}": value for name, value in {"ENDPOINT_URL": url, **S3_KEYS}.items()
         }

@@ -94,6 +94,7 @@ class Worker:
 
     def accept(self) -> None:
         connection, _ = self.listener.accept()
+        files: list[int] = []
         try:
             _, user, _ = CREDENTIALS.unpack(
                 connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
@@ -103,13 +104,14 @@ class Worker:
             connection.settimeout(REQUEST_S)
             request, files = receive(connection, descriptors=3)
             if not compare_digest(str(request.get("token")).encode(), self.token.encode()):
-                for file in files:
-                    os.close(file)
                 raise PermissionError("a request without this worker's token")
             self.fork(connection, request, files)
         except (OSError, EOFError, ValueError) as error:
             _say(f"a request failed: {error!r}")
             connection.close()
+        finally:  # a child has its own copies, and doesn't come here
+            for file in files:
+                os.close(file)
 
     def fork(self, connection: socket.socket, request: dict[str, Any], files: list[int]) -> None:
         """Start a child for a request; the client hears at once whether there is one."""
@@ -135,8 +137,6 @@ class Worker:
             self.selector.register(job.pidfd, selectors.EVENT_READ, job)
             with suppress(OSError):  # a client that is gone shows as such in the next round
                 send(connection, {"forked": True})
-        for file in files:
-            os.close(file)
 
     def become_stage(self, worker: int, request: dict[str, Any], files: list[int]) -> None:
         """In the child: be the process that the client would have been, and end. Doesn't return."""
