@@ -36,6 +36,9 @@ def exercise(mode):
             return RolloutHarness.local(CountdownEnv(2), TOKENIZER, max_turns=2, max_output_tokens=6)
 
         train_llm_rollout([agent], 2, env_factory, iterations=2, verbose=False)
+        for threads in (3, 1):  # vLLM leaves the process's threads to the trainer
+            torch.set_num_threads(threads)
+            assert torch.get_num_threads() == threads
         for metrics in agent.history:
             assert metrics["rollout/logprob_gap_max"] < 1e-3
             assert metrics["rollout/engine_rows_skipped"] == 0

@@ -266,6 +266,7 @@ class InProcess:
         os.environ.update(engine_environment(device))
         if device == "cpu":
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        import torch
         from vllm import LLM
         from vllm.platforms import current_platform
 
@@ -273,10 +274,14 @@ class InProcess:
             raise ConfigError(
                 f"device: {device}, but the vLLM installed here runs on {current_platform.device_type}; install the other build with `make vllm`"
             )
+        set_num_threads = torch.set_num_threads
         try:
             self._llm = LLM(**arguments, skip_tokenizer_init=True, disable_log_stats=True)
         except (ValueError, RuntimeError) as error:
             raise EngineError(f"vLLM can't load {arguments['model']}: {error}") from error
+        finally:
+            # On a CPU vLLM replaces it, for the whole process, by one that does nothing.
+            torch.set_num_threads = set_num_threads
 
     def complete(
         self, requests: Sequence[tuple[list[int], Mapping[str, Any]]], adapter: Adapter | None
