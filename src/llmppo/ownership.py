@@ -1,8 +1,9 @@
 """Who may write to a results folder: one run at a time, and from one working directory.
 
 Snakemake remembers what made a file in `.snakemake` of its working directory, by the path as it was given.
-From elsewhere it would take files of other settings for finished. So a results folder names its home, and
-paths to it are spelled one way (`near`). The kernel drops the lock of a run that dies.
+From elsewhere, under another path, or without that folder it would take files of other settings for finished. So a
+results folder names its home and its own path, paths to it are spelled one way (`near`), and a file in `.snakemake`
+says that this is the one that knows it. The kernel drops the lock of a run that dies.
 """
 
 import fcntl
@@ -16,10 +17,15 @@ from pathlib import Path
 from typing import IO
 
 from llmppo.errors import LlmppoError
-from llmppo.files import read_json, write_sealed
+from llmppo.files import digest, read_json, write_sealed
 
 HELD = "LLMPPO_HOLDS"  # the lock that a parent process holds for this one
 HOME = ".home.json"
+KNOWN = Path(".snakemake", "llmppo")  # of the working directory: a file for each results folder that it knows
+ADOPT = (
+    "changed settings would go unnoticed. Go on with them as they are by `llmppo adopt`, with the config that made them, "
+    "or choose another results folder"
+)
 
 
 def near(path: str) -> str:
@@ -30,22 +36,39 @@ def near(path: str) -> str:
 
 
 def check_home(results: str) -> None:
-    """Raise LlmppoError when the results were made from another working directory."""
+    """Raise LlmppoError when Snakemake can't know here what made the results.
+
+    They were made from another working directory, under another path, or its `.snakemake` is gone.
+    """
     file = Path(results) / HOME
     if not file.is_file():
         return
-    home = read_json(file)["directory"]
-    if home != os.getcwd():
+    home = read_json(file)
+    if home["directory"] != os.getcwd():
         raise LlmppoError(
-            f"{results} was made from {home}: go on there, or choose another results folder. From here, changed settings "
+            f"{results} was made from {home['directory']}: go on there, or choose another results folder. From here, changed settings "
             "would go unnoticed. (Moved or copied results: `llmppo adopt`, with the config that made them)"
+        )
+    if "results" not in home:  # of an earlier version
+        return
+    if home["results"] != near(results):
+        raise LlmppoError(f"{results} is a copy of {home['results']}, or was moved from there: {ADOPT}")
+    if not _mark(results).is_file():
+        raise LlmppoError(
+            f"{results} was made with a .snakemake folder that is gone from {os.getcwd()}: {ADOPT}"
         )
 
 
 def settle(results: str) -> None:
     """Make the working directory the home of a results folder, and this moment the latest time of its files."""
-    write_sealed(Path(results) / HOME, {"directory": os.getcwd()})
+    _mark(results).parent.mkdir(parents=True, exist_ok=True)
+    _mark(results).touch()
+    write_sealed(Path(results) / HOME, {"directory": os.getcwd(), "results": near(results)})
     leave_future(Path(results))
+
+
+def _mark(results: str) -> Path:
+    return KNOWN / digest(near(results))
 
 
 def leave_future(results: Path) -> None:
@@ -116,7 +139,7 @@ def in_use(results: str, path: str) -> str | None:
 
 def refusal(results: str, path: str) -> str:
     """Why a results folder can't be used, and the way out."""
-    return f"{results} is in use by {holder(Path(path))}; wait for it, stop it, or choose another folder (--results, or --config results=DIR)"
+    return f"{results} is in use by {holder(Path(path))}; wait for it, stop it, or choose another folder (llmppo run --results DIR, snakemake --config results=DIR)"
 
 
 def holder(path: Path) -> str:

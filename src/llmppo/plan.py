@@ -30,7 +30,7 @@ from llmppo.stage_settings import STAGES, chain_config, resources_of, stage_sett
 
 __all__ = ["Plan", "stage_settings"]
 
-RESERVED_NAMES = ("shared", "mlartifacts")
+RESERVED_NAMES = ("shared", "mlartifacts", "mlflow.db")
 
 User = TypeVar("User")
 

@@ -321,6 +321,6 @@ def serve_tracker(config: Path, results: Path | None, host: str, port: int) -> N
         sys.executable,
         [
             sys.executable, "-m", "mlflow", "server", "--backend-store-uri", plan.tracking_uri,
-            "--host", host, "--port", str(port),
+            "--host", host, "--port", str(port), "--workers", "1",  # of several, uvicorn ends those that take five seconds to start
         ],
     )  # fmt: skip

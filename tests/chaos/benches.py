@@ -92,7 +92,7 @@ class Bench:
         self.empty()
         for name in ("results", ".snakemake"):
             shutil.copytree(self.undisturbed.folder / name, self.folder / name, symlinks=True)
-        write_sealed(self.results / ".home.json", {"directory": str(self.folder)})
+        write_sealed(self.results / ".home.json", {"directory": str(self.folder), "results": "results"})
 
     def without(self, stage: Stage) -> None:
         """A finished run less what one stage wrote."""

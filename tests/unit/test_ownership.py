@@ -1,6 +1,7 @@
 """A results folder belongs to one run at a time, and to the directory that knows how it was made."""
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -33,7 +34,29 @@ def test_results_are_not_continued_from_another_directory(
         check_home(str(tmp_path / "a" / "results"))
 
 
+def test_copied_and_moved_results_are_refused_in_their_own_directory_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settle("results")
+    shutil.copytree("results", "copy")
+    with pytest.raises(LlmppoError, match=r"copy is a copy of results, or was moved from there.*adopt"):
+        check_home("copy")
+    settle("copy")  # as `llmppo adopt` does
+    check_home("copy")
+    check_home("results")
+
+
+def test_results_whose_notes_are_gone_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settle("results")
+    shutil.rmtree(".snakemake")
+    with pytest.raises(LlmppoError, match=r"a .snakemake folder that is gone from .*adopt"):
+        check_home("results")
+
+
 def test_a_second_holder_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     lock = tmp_path / "results" / ".run.lock"
     with hold(lock) as descriptor:
         assert descriptor is not None
@@ -48,16 +71,20 @@ def test_a_second_holder_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.
     assert in_use("nowhere", "nowhere/.run.lock") is None
     kept = hold_for_good(str(lock), str(lock.parent))
     assert kept is not None
-    assert read_json(lock.parent / ".home.json") == {"directory": os.getcwd()}
+    assert read_json(lock.parent / ".home.json") == {
+        "directory": os.getcwd(),
+        "results": near(str(lock.parent)),
+    }
     kept.close()
 
 
-def test_files_from_the_future_get_this_moments_time(tmp_path: Path) -> None:
+def test_files_from_the_future_get_this_moments_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else Snakemake throws away whatever is made of them, until the clock has caught up."""
     now = time.time()
     for name, age in (("old", 1000), ("future", -1000)):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (now - age, now - age))
+    monkeypatch.chdir(tmp_path)
     settle(str(tmp_path))
     assert (tmp_path / "old").stat().st_mtime == pytest.approx(now - 1000, abs=1)
     assert now <= (tmp_path / "future").stat().st_mtime <= time.time()
