@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import yaml
 from llmppo.errors import NO_ROOM, ConfigError, LlmppoError
 from llmppo.experiment import merge, parse_experiment, read_values
 from llmppo.files import write_text
-from llmppo.ownership import HELD, check_home, hold, refusal, settle
+from llmppo.ownership import HELD, check_home, hold, near, refusal, settle
 from llmppo.plain_values import read_yaml
 from llmppo.plan import Plan
 from llmppo.process import die_with, prefer_own_commands
@@ -249,6 +250,14 @@ def closing_words(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def refuse_configs(targets: Sequence[str], results: str) -> None:
+    """Raise LlmppoError for an experiment's config that is given as a target of Snakemake."""
+    for option, target in pairwise(("", *targets)):
+        named = target.endswith((".yaml", ".yml")) and not option.startswith("-")
+        if named and not Path(near(target)).is_relative_to(results):
+            raise LlmppoError(f"{target} is no file of {results}; a config is given as --config {target}")
+
+
 def run_experiment(
     values: dict[str, Any],
     plan: Plan,
@@ -262,6 +271,7 @@ def run_experiment(
     hold the threads of a cluster's jobs to the cores given here. Among `snakemake_args` may be targets, so before
     them comes an option that takes no values.
     """
+    refuse_configs(snakemake_args, plan.layout.results)
     snakefile = find_snakefile()
     profile_file = find_profile(snakefile, profile)
     settings = profile_arguments(profile_file)

@@ -18,7 +18,7 @@ from llmppo.errors import ConfigError
 from llmppo.experiment import parse_experiment
 from llmppo.plan import STAGES, stage_settings
 from llmppo.process import PARENT
-from llmppo.run import change
+from llmppo.run import change, refuse_configs
 from llmppo.stage_command import read_settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -210,3 +210,12 @@ def test_set_changes_one_key(setting: str, expected: dict[str, Any]) -> None:
 def test_a_malformed_set_is_refused(setting: str) -> None:
     with pytest.raises(ConfigError, match="--set"):
         change({}, setting)
+
+
+def test_a_config_given_as_a_target_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_configs(["-n", "results/a/main/seed-0/config.yaml", "--batch", "any.yaml"], "results")
+    monkeypatch.chdir(REPOSITORY)
+    for command in (["mine.yaml"], ["-n", str(EXPERIMENT)]):
+        result = CliRunner().invoke(cli.main, ["run", "--results", str(tmp_path), *command])
+        assert result.exit_code == 1
+        assert f"a config is given as --config {command[-1]}" in result.output
