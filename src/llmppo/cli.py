@@ -14,7 +14,7 @@ import click
 from llmppo import __version__
 from llmppo.errors import LlmppoError, machine_fault
 from llmppo.secrecy import redact
-from llmppo.stage_command import FILE, FOLDER, NO_SETTINGS, option, stage_command
+from llmppo.stage_command import CODE, FILE, FOLDER, NO_SETTINGS, option, stage_command
 from llmppo.worker.client import OFF, WORKER
 
 
@@ -329,17 +329,20 @@ for command in (
         "Build, convert or copy the base model, which stays frozen from then on.",
         SEED,
         option("out", FOLDER, "Model folder to write, in Hugging Face format with its tokenizer."),
+        CODE,
     ),
     stage_command(
         "dataset",
         "Write training rows and held-out rows, from a generator or from your own JSONL files.",
         option("out", FOLDER, "Folder to write: train.jsonl, eval.jsonl, manifest.json."),
+        CODE,
     ),
     stage_command(
         "baselines",
         "Measure the floors and bounds of the environment, such as random play.",
         DATASET,
         option("out", FILE, "JSON file to write."),
+        CODE,
     ),
     stage_command(
         "rollout",
@@ -352,6 +355,7 @@ for command in (
         ITERATION,
         option("shard", click.IntRange(min=0), "Which part of the iteration's episodes, from 0."),
         option("out", FILE, "Parquet file of episodes to write."),
+        CODE,
     ),
     stage_command(
         "critic_warmup",
@@ -398,7 +402,9 @@ for command in (
             help="A policy, and what to delete of it once no iteration needs it. Repeatable.",
         ),
         option(
-            "code", click.STRING, "Token of the code: what another one left unfinished is not gone on with."
+            "code",
+            click.STRING,
+            "Token of the code that the run was planned with: code of yours that differs is refused, and what another one left unfinished is dropped.",
         ),
     ),
     stage_command(
@@ -409,6 +415,7 @@ for command in (
         DATASET,
         ITERATION,
         option("out", FOLDER, "Folder to write: episodes by decoding, and metrics.json."),
+        CODE,
     ),
     stage_command(
         "export",

@@ -5,12 +5,16 @@ is executed), and the user's own `module:function` names in its settings. Module
 trees without docstrings, so that comments, formatting and documentation change nothing, and the config
 models without their fields, whose values are among a job's settings. Installed libraries are not part of
 it: they stand in the lock file.
+
+The user's modules have a part of the token to themselves. A stage compares it with what it has just imported
+(`require_planned`), because code that was edited after planning would be noted as what the plan saw.
 """
 
 import ast
 import hashlib
 import re
 import sys
+import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -111,16 +115,17 @@ def _with_parents(name: str) -> Iterator[str]:
     return (".".join(parts[:length]) for length in range(len(parts), 0, -1))
 
 
-def module_hashes(*roots: str) -> dict[str, str]:
+def module_hashes(*roots: str, users: bool = False) -> dict[str, str]:
     """Hash of each project or user module reachable by imports from `roots`, parent packages included.
 
-    The package's own `__init__` is left out: it only re-exports names and holds the version number.
+    The package's own `__init__` is left out: it only re-exports names and holds the version number. With `users`
+    all of the package is left out.
     """
     hashes: dict[str, str] = {}
     waiting, seen = [name for root in roots for name in _with_parents(root)], set[str]()
     while waiting:
         name = waiting.pop()
-        if name in seen or name == PACKAGE:
+        if name in seen or name == PACKAGE or (users and name.startswith(f"{PACKAGE}.")):
             continue
         seen.add(name)
         found = _module(name)
@@ -148,5 +153,28 @@ def stage_module(stage: str) -> str:
 
 
 def code_token(stage: str, settings: Any = None) -> str:
-    """Token of a stage with these settings: it changes exactly when code behind the numbers changes."""
-    return digest(module_hashes(stage_module(stage), *sorted(callables_in(settings))))
+    """Token of a stage with these settings: it changes exactly when code behind the numbers changes.
+
+    Where the user's modules are part of it, a hash of theirs follows after a hyphen.
+    """
+    named = sorted(callables_in(settings))
+    whole, users = digest(module_hashes(stage_module(stage), *named)), module_hashes(*named, users=True)
+    return f"{whole}-{digest(users)}" if users else whole
+
+
+def require_planned(token: str, settings: Any) -> None:
+    """Raise ConfigError where the user's modules differ from those that `token` was made of."""
+    planned = token.partition("-")[2]
+    if not planned:
+        return
+    _module.cache_clear()
+    _find.cache_clear()
+    hashes = module_hashes(*sorted(callables_in(settings)), users=True)
+    if digest(hashes) == planned:
+        return
+    edited = {path.stat().st_mtime: path for name in hashes if (path := _source(name)) is not None}
+    last = f", last {edited[max(edited)]} at {time.strftime('%H:%M:%S', time.localtime(max(edited)))}"
+    raise ConfigError(
+        f"your code was edited after this run was planned{last if edited else ''}; nothing was made with it. The same "
+        "command plans again, with the code as it is then"
+    )

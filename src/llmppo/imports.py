@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.metadata import distributions
@@ -20,6 +21,18 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from llmppo.errors import RAISED_BY_USERS, ConfigError
+
+_checks: list[Callable[[], None]] = []
+
+
+@contextmanager
+def checked_imports(check: Callable[[], None]) -> Iterator[None]:
+    """Within, `check` is called whenever `load_callable` has just imported a module."""
+    _checks.append(check)
+    try:
+        yield
+    finally:
+        _checks.remove(check)
 
 
 def load_callable(spec: str, key: str) -> Callable[..., Any]:
@@ -35,6 +48,7 @@ def load_callable(spec: str, key: str) -> Callable[..., Any]:
     here = os.getcwd()
     if here not in sys.path:
         sys.path.append(here)
+    fresh = module_name not in sys.modules
     try:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
@@ -43,6 +57,9 @@ def load_callable(spec: str, key: str) -> Callable[..., Any]:
         raise ConfigError(f"{key}: {_missing(module_name)}") from None
     except RAISED_BY_USERS as error:
         raise ConfigError(f"{key}: importing `{module_name}` failed: {_told(error)}") from error
+    if fresh:
+        for check in _checks:
+            check()
     target = getattr(module, name, None)
     if target is None:
         near = difflib.get_close_matches(name, [n for n in dir(module) if not n.startswith("_")], n=1)

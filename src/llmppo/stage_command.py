@@ -9,7 +9,9 @@ import os
 import resource
 import sys
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
@@ -50,6 +52,8 @@ NO_SETTINGS = click.Option(["--settings"], default="{}", hidden=True)
 VARIANT = option(
     "variant", click.STRING, "Variant to take from a YAML; the first without it.", required=False
 )
+CODE_TEXT = "Token of the code that the run was planned with; code of yours that differs is refused."
+CODE = click.Option(["--code", "planned"], help=CODE_TEXT)
 LOG = option(
     "log", FILE, "File that gets the output; one line still appears on the terminal.", required=False
 )
@@ -84,9 +88,17 @@ def _say(text: str, terminal: TextIO | None) -> None:
 
 
 def run_stage(
-    stage: str, settings: str, variant: str | None, log: Path | None, options: dict[str, Any]
+    stage: str,
+    settings: str,
+    variant: str | None,
+    log: Path | None,
+    options: dict[str, Any],
+    code: str | None = None,
 ) -> int:
-    """Run one stage, in this process or in a child of the workflow's worker; returns its exit status."""
+    """Run one stage, in this process or in a child of the workflow's worker; returns its exit status.
+
+    With the token `code`, code of the user's that isn't what the run was planned with is an error.
+    """
     workflow = die_with_workflow()
     if workflow is not None and offered(stage, settings):
         status = delegate(workflow, options.get("base"), sys.argv[1:])
@@ -106,7 +118,8 @@ def run_stage(
                 _say(f"{name}: a process of {values['ranks']} ended with an error{where}", terminal)
             return failed
         os.environ.update(thread_environment(int(values.get("threads", 1))))
-        summary = import_module(f"llmppo.stages.{stage}").run(values, **options)
+        with _planned_code(code, values):
+            summary = import_module(f"llmppo.stages.{stage}").run(values, **options)
     except LlmppoError as error:
         _say(f"{name}: error: {error}", terminal)
         return 1
@@ -132,6 +145,19 @@ def run_stage(
     return 0
 
 
+@contextmanager
+def _planned_code(code: str | None, settings: Any) -> Iterator[None]:
+    """Within, an import of the user's code that is not what the run was planned with raises ConfigError."""
+    if code is None:
+        yield
+        return
+    from llmppo.codetoken import require_planned
+    from llmppo.imports import checked_imports
+
+    with checked_imports(partial(require_planned, code, settings)):
+        yield
+
+
 def _write_usage(path: Path) -> None:
     """CPU seconds and peak memory of this process, beside its log, for the report."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -145,8 +171,9 @@ def stage_command(
     has_variant = any(parameter.name == "variant" for parameter in parameters)
 
     def callback(settings: str, log: Path | None, variant: str | None, **given: Any) -> None:
+        planned = given.pop("planned", None)
         options = {**given, "variant": variant} if has_variant else given
-        sys.exit(run_stage(stage, settings, variant, log, options))
+        sys.exit(run_stage(stage, settings, variant, log, options, planned or given.get("code")))
 
     return click.Command(
         stage.replace("_", "-"),

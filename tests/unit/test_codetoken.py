@@ -1,13 +1,19 @@
 """The code token changes with code that numbers depend on, and with nothing else."""
 
+import json
+import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from llmppo import codetoken
-from llmppo.codetoken import callables_in, code_token, module_hashes
+from llmppo.codetoken import callables_in, code_token, module_hashes, require_planned
+from llmppo.config import EnvConfig
+from llmppo.errors import ConfigError
+from llmppo.imports import checked_imports, load_callable
 from llmppo.stage_settings import STAGES
 
 Write = Callable[[str, str], None]
@@ -137,3 +143,53 @@ def test_user_code_in_settings_changes_the_token(write: Write) -> None:
 
 def test_a_name_that_is_no_module_is_ignored() -> None:
     assert code_token("rollout", {"x": "no_such_module_here:f"}) == code_token("rollout", {})
+
+
+GAME = "class Game:\n    def reset(self, rng): ...\n    def step(self, action): ...\n"
+
+
+def test_a_stage_refuses_code_that_its_run_was_not_planned_with(write: Write, tmp_path: Path) -> None:
+    settings = {"env": EnvConfig(factory="my_game:Game").model_dump(mode="json"), "dataset_present": False}
+    write("parts.py", "VALUE = 1\n")
+    write("my_game.py", f"from parts import VALUE\n{GAME}")
+    code = code_token("baselines", settings)
+
+    def measure() -> subprocess.CompletedProcess[str]:
+        command = [
+            str(Path(sys.executable).with_name("llmppo")), "baselines", "--settings", json.dumps(settings),
+            "--code", code, "--out", "baselines.json",
+        ]  # fmt: skip
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    write("parts.py", "VALUE = 2\n")
+    refused = measure()
+    assert refused.returncode == 1
+    assert "your code was edited after this run was planned, last " in refused.stderr
+    assert "parts.py at " in refused.stderr
+    assert not (tmp_path / "baselines.json").exists()
+    write("parts.py", "VALUE = 1  # as before\n")
+    done = measure()
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "baselines.json").exists()
+
+
+def test_code_that_is_changed_once_it_was_imported_does_no_harm(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write("my_other.py", "def reward(): ...\n")
+    settings = {"reward": "my_other:reward"}
+    code = code_token("rollout", settings)
+    with checked_imports(partial(require_planned, code, settings)):
+        assert load_callable("my_other:reward", "env.kwargs.reward")
+        write("my_other.py", "def reward(): return 1\n")
+        assert load_callable("my_other:reward", "env.kwargs.reward")
+    with pytest.raises(ConfigError, match=r"my_other\.py"):
+        require_planned(code, settings)
+
+
+def test_the_package_and_libraries_alone_have_no_part_of_the_users() -> None:
+    for factory in ("llmppo.envs.guess_number:GuessNumber", "numpy.linalg:norm"):
+        code = code_token("rollout", {"env": {"factory": factory}})
+        assert "-" not in code
+        require_planned(code, {"env": {"factory": factory}})

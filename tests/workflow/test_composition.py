@@ -1,5 +1,6 @@
 """How the workflow is called: config files, results folders, modules, messages. Dry runs only."""
 
+import re
 import subprocess
 import textwrap
 
@@ -133,3 +134,15 @@ def test_a_user_module_reruns_what_calls_it_when_its_code_changes(bench: Bench) 
     rules = {job.split()[0] for job in bench.planned()}
     assert {"rollout", "warmup_rollout", "evaluate", "baselines"} <= rules
     assert "base_model" not in rules
+
+
+def test_the_stages_that_call_user_modules_are_told_what_the_plan_saw(bench: Bench) -> None:
+    (bench.folder / "my_game.py").write_text("class Game: ...\n")
+    told = {"rollout", "evaluate", "baselines", "iterations"}
+    for size in (1, 3):
+        bench.write_config(env={"factory": "my_game:Game"}, iterations=4, iterations_per_job=size)
+        output = bench.snakemake("-n", "-p", "--workflow-profile", "none").stdout
+        commands = re.findall(r"exec llmppo ([\w-]+) .*", output)
+        with_code = re.findall(r"exec llmppo ([\w-]+) .* --code [0-9a-f]{12}-[0-9a-f]{12} ", output)
+        assert {name: commands.count(name) for name in told} == {name: with_code.count(name) for name in told}
+        assert with_code.count("iterations" if size == 3 else "rollout")

@@ -29,4 +29,4 @@ rule base_model:
         seed=lambda wildcards: PLAN.base_seed(*base_model_chain(wildcards)),
     shell:
         "{params.env} exec llmppo base-model --settings {params.settings:q} --seed {params.seed}"
-        " --out {output.manifest:q} --log {log:q}"
+        " --out {output.manifest:q} --code {params.code} --log {log:q}"

@@ -23,4 +23,4 @@ rule baselines:
         dataset=input_option("dataset"),
     shell:
         "{params.env} exec llmppo baselines --settings {params.settings:q} {params.dataset}"
-        " --out {output:q} --log {log:q}"
+        " --out {output:q} --code {params.code} --log {log:q}"

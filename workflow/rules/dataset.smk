@@ -25,4 +25,5 @@ rule dataset:
         ),
         code=lambda wildcards: PLAN.code("dataset", dataset_variant(wildcards)),
     shell:
-        "{params.env} exec llmppo dataset --settings {params.settings:q} --out {output.manifest:q} --log {log:q}"
+        "{params.env} exec llmppo dataset --settings {params.settings:q} --out {output.manifest:q}"
+        " --code {params.code} --log {log:q}"

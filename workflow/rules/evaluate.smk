@@ -33,4 +33,4 @@ rule evaluate:
     shell:
         "{params.env} exec llmppo evaluate --settings {params.settings:q} --base {input.base:q}"
         " --policy {input.policy:q} {params.dataset} --iteration {wildcards.iteration}"
-        " --out {params.out:q} --log {log:q}"
+        " --out {params.out:q} --code {params.code} --log {log:q}"

@@ -31,7 +31,8 @@ rule rollout:
     shell:
         "{params.env} exec llmppo rollout --settings {params.settings:q} --base {input.base:q}"
         " --policy {input.policy:q} {params.dataset} --seed {wildcards.seed} --split train"
-        " --iteration {wildcards.iteration} --shard {wildcards.shard} --out {output:q} --log {log:q}"
+        " --iteration {wildcards.iteration} --shard {wildcards.shard} --out {output:q}"
+        " --code {params.code} --log {log:q}"
 
 
 rule warmup_rollout:
@@ -63,4 +64,5 @@ rule warmup_rollout:
     shell:
         "{params.env} exec llmppo rollout --settings {params.settings:q} --base {input.base:q}"
         " {params.dataset} --seed {params.seed} --split warmup"
-        " --iteration {wildcards.step} --shard {wildcards.shard} --out {output:q} --log {log:q}"
+        " --iteration {wildcards.step} --shard {wildcards.shard} --out {output:q}"
+        " --code {params.code} --log {log:q}"
