@@ -253,7 +253,7 @@ def closing_words(plan: Plan) -> str:
 def refuse_configs(targets: Sequence[str], results: str) -> None:
     """Raise LlmppoError for an experiment's config that is given as a target of Snakemake."""
     for option, target in pairwise(("", *targets)):
-        named = target.endswith((".yaml", ".yml")) and not option.startswith("-")
+        named = target.endswith((".yaml", ".yml")) and not option.startswith("--configfile")
         if named and not Path(near(target)).is_relative_to(results):
             raise LlmppoError(f"{target} is no file of {results}; a config is given as --config {target}")
 

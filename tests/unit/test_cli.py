@@ -213,7 +213,7 @@ def test_a_malformed_set_is_refused(setting: str) -> None:
 
 
 def test_a_config_given_as_a_target_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_configs(["-n", "results/a/main/seed-0/config.yaml", "--batch", "any.yaml"], "results")
+    refuse_configs(["-n", "results/a/main/seed-0/config.yaml", "--configfile", "any.yaml"], "results")
     monkeypatch.chdir(REPOSITORY)
     for command in (["mine.yaml"], ["-n", str(EXPERIMENT)]):
         result = CliRunner().invoke(cli.main, ["run", "--results", str(tmp_path), *command])
