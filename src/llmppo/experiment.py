@@ -21,7 +21,7 @@ from llmppo.config import (
 )
 from llmppo.errors import ConfigError
 from llmppo.explain import explain
-from llmppo.imports import load_callable, module_fault
+from llmppo.imports import check_arguments, load_callable, module_fault
 from llmppo.models.pretrained import path_fault
 from llmppo.plain_values import read_yaml_file, require_plain
 
@@ -63,7 +63,7 @@ def parse_experiment(values: Mapping[str, Any], source: str = "config") -> Exper
     baseline = experiment.report.baseline
     if baseline is not None and baseline not in experiment.variants:
         raise ConfigError(
-            f"{source}:\n  report.baseline: no variant `{baseline}`; there are: {', '.join(experiment.variants)}"
+            f"{source}:\n  report.baseline: `{baseline}` is none of `variants`; there are: {', '.join(experiment.variants)}"
         )
     return experiment
 
@@ -224,21 +224,33 @@ def _callables(config: ExperimentConfig) -> list[tuple[str, str]]:
     return found
 
 
-def _rewards(config: ExperimentConfig) -> list[tuple[str, str]]:
-    """The reward functions among the arguments of a dataset environment."""
-    if config.env.factory != "llmppo.envs.dataset_env:DatasetEnv":
-        return []
-    kwargs = config.env.kwargs
-    found = [("env.kwargs.reward", kwargs.get("reward"))]
-    rewards = kwargs.get("rewards")
-    for number, entry in enumerate(rewards if isinstance(rewards, list) else []):
-        found.append((f"env.kwargs.rewards[{number}].function", entry.get("function")))
-    return [(key, name) for key, name in found if isinstance(name, str)]
+def _check_rewards(kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError where a dataset environment's reward functions can't be used."""
+    from llmppo.envs.rubric import Reward, Rubric
+
+    if kwargs.get("reward") is not None:
+        Reward.load(kwargs["reward"], "env.kwargs.reward")
+    if kwargs.get("rewards") is not None:
+        Rubric(kwargs["rewards"])
 
 
 def import_callables(experiment: ExperimentConfig) -> None:
-    """Import what every variant names as `module:name`. Raises ConfigError for a name that isn't there."""
+    """Import what every variant names as `module:name`, and check that it takes the arguments that the config gives it.
+
+    Raises ConfigError naming key and arguments, and EnvironmentFault where an environment can't be made.
+    """
+    from llmppo.envs.loading import check_environment
+
     for variant in experiment.variants:
         config = variant_config(experiment, variant)
-        for key, callable_name in [*_callables(config), *_rewards(config)]:
-            load_callable(callable_name, key)
+        base, dataset = config.base_model, config.dataset
+        if dataset is not None and dataset.generator is not None:
+            generator = load_callable(dataset.generator, "dataset.generator")
+            check_arguments(generator, dataset.generator, "dataset.kwargs", dataset.kwargs, given=["seed"])
+        if isinstance(base, TinyModelConfig) and (start := base.warm_start) is not None:
+            key = "base_model.warm_start"
+            dialogues = load_callable(start.dialogues, f"{key}.dialogues")
+            check_arguments(dialogues, start.dialogues, f"{key}.kwargs", start.kwargs, given=["rng"])
+        if config.env.factory == "llmppo.envs.dataset_env:DatasetEnv":
+            _check_rewards(config.env.kwargs)
+        check_environment(config.env, dataset is not None)

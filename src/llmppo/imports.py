@@ -6,12 +6,13 @@ installed packages and the working directory, which is the experiment's own fold
 
 import difflib
 import importlib.util
+import inspect
 import json
 import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -69,6 +70,43 @@ def load_callable(spec: str, key: str) -> Callable[..., Any]:
     if not callable(target):
         raise ConfigError(f"{key}: `{spec}` is a {type(target).__name__}, not something to call")
     return target
+
+
+def check_arguments(
+    target: Callable[..., Any],
+    spec: str,
+    key: str,
+    kwargs: Mapping[str, Any] = {},
+    *,
+    given: Iterable[str] = (),
+    way_out: str = "",
+) -> None:
+    """Raise ConfigError where `target`, which `spec` names, can't be called with `kwargs` of the config key `key`.
+
+    `given` names the positional arguments that a stage gives before them. `way_out` ends the message about one that is missing.
+    """
+    try:
+        signature = inspect.signature(target)
+    except ValueError:  # written in C, and silent about what it takes
+        return
+    first = list(given)
+    try:
+        signature.bind(*first, **kwargs)
+    except TypeError as error:
+        parameters = signature.parameters.values()
+        named = [
+            parameter.name
+            for parameter in parameters
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        ][len(first) :]
+        catches_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        if unknown := [] if catches_all else [name for name in kwargs if name not in named]:
+            near = difflib.get_close_matches(unknown[0], named, n=1)
+            fault = f"unknown argument {unknown[0]!r}{f', did you mean `{near[0]}`?' if near else ''}"
+        else:
+            fault = f"{error}{way_out}"
+        called = f", called with ({', '.join(first)}) before them" if first else ""
+        raise ConfigError(f"{key}: {fault}; {spec} takes {signature}{called}") from None
 
 
 def module_fault(name: str) -> str | None:

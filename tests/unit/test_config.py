@@ -1,12 +1,14 @@
 """Experiment configs: what is refused, and with which words."""
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from llmppo.errors import ConfigError
+from llmppo.errors import ConfigError, EnvironmentFault
 from llmppo.experiment import import_callables, load_experiment, merge, parse_experiment, variant_config
 from llmppo.schema import json_schema, key_reference
 
@@ -228,7 +230,7 @@ def test_what_cannot_work_is_refused_before_anything_runs(changes: dict[str, Any
                 "factory": "llmppo.envs.dataset_env:DatasetEnv",
                 "kwargs": {"rewards": [{"name": "a", "function": "llmppo.envs.rewards:exact_mach"}]},
             },
-            r"env\.kwargs\.rewards\[0\]\.function: .*did you mean `exact_match`",
+            r"env\.kwargs\.rewards, part 1 \(a\): .*did you mean `exact_match`",
         ),
     ],
 )
@@ -236,6 +238,104 @@ def test_validation_imports_what_a_config_names(env: dict[str, Any], fault: str)
     experiment = parse_experiment({"name": "x", "base_model": {"kind": "tiny"}, "env": env})
     with pytest.raises(ConfigError, match=fault):
         import_callables(experiment)
+
+
+GAME = "llmppo.envs.guess_number:GuessNumber"
+DATASET = "llmppo.envs.dataset_env:DatasetEnv"
+TAKERS = """
+class Anything:
+    def __init__(self, words, **others): ...
+    def reset(self, seed=None): ...
+    def step(self, text): ...
+class Picky(Anything):
+    def __init__(self, level):
+        raise ValueError(f"no level {level}")
+def no_rows(seed): ...
+def two_words(completion, answer): ...
+def with_row(completion, answer, question, row): ...
+"""
+
+
+@pytest.fixture
+def takers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """To be in a folder with the module `takers`."""
+    (tmp_path / "takers.py").write_text(TAKERS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop("takers", None)
+
+
+@pytest.mark.parametrize(
+    ("values", "fault"),
+    [
+        (
+            {"env": {"kwargs": {"number": 9}}},
+            rf"env\.kwargs: unknown argument 'number', did you mean `numbers`\?; {GAME} takes "
+            r"\(numbers: int = 15, tries: int = 4, ",
+        ),
+        (
+            {"variants": {"a": {}, "b": {"env": {"kwargs": {"trys": 9}}}}},
+            r"env\.kwargs: unknown argument 'trys'",
+        ),
+        ({"env": {"kwargs": {"tries": 0}}}, r"env\.kwargs: .*tries \(0\) must be at least 1"),
+        ({"env": {"factory": "takers:Anything"}}, r"env\.kwargs: .*'words'; takers:Anything takes \(words, "),
+        (
+            {"env": {"factory": "takers:Picky", "kwargs": {"level": 3}}},
+            r"env\.factory takers:Picky raised ValueError: no level 3",
+        ),
+        (
+            {"env": {"factory": DATASET}},
+            r"env\.kwargs: .*'train_path'; add a `dataset` section, which provides train_path and eval_path;",
+        ),
+        (
+            {"base_model": {"kind": "tiny", "warm_start": {"kwargs": {"player": {}}}}},
+            r"base_model\.warm_start\.kwargs: unknown argument 'player', did you mean `players`\?; "
+            r"llmppo\.envs\.guess_number:demonstration takes .*, called with \(rng\) before them",
+        ),
+        (
+            {"dataset": {"generator": "takers:no_rows", "kwargs": {"rows": 3}}},
+            r"dataset\.kwargs: unknown argument 'rows'; takers:no_rows takes \(seed\)",
+        ),
+        (
+            {"env": {"factory": DATASET, "kwargs": {"reward": "takers:two_words"}}},
+            r"env\.kwargs\.reward: .*; takers:two_words takes \(completion, answer\), called with \(completion, answer, question\)",
+        ),
+        (
+            {
+                "env": {
+                    "factory": DATASET,
+                    "kwargs": {"rewards": [{"name": "a", "function": "takers:with_row", "wieght": 2}]},
+                }
+            },
+            r"env\.kwargs\.rewards, part 1: .*wieght",
+        ),
+        (
+            {"env": {"factory": DATASET, "kwargs": {"reward": 3}}},
+            r"env\.kwargs\.reward: 3 is not of the form",
+        ),
+    ],
+)
+def test_validation_compares_arguments_with_what_is_called(
+    values: dict[str, Any], fault: str, takers: None
+) -> None:
+    experiment = parse_experiment({**TINY, **values})
+    with pytest.raises((ConfigError, EnvironmentFault), match=fault):
+        import_callables(experiment)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"env": {"factory": "takers:Anything", "kwargs": {"words": 1, "whatever": 2}}},
+        {
+            "dataset": {"generator": "llmppo.envs.larger_number:generate"},
+            "env": {"factory": DATASET, "kwargs": {"reward": "takers:with_row"}},
+        },
+    ],
+)
+def test_validation_accepts_what_can_be_called(values: dict[str, Any], takers: None) -> None:
+    import_callables(parse_experiment({**TINY, **values}))
 
 
 def test_repetition_penalty_is_refused_without_the_advice_on_top_k() -> None:

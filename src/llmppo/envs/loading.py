@@ -5,16 +5,16 @@ files of the dataset stage.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from llmppo.config import EnvConfig, SamplingConfig
 from llmppo.envs.harness import RolloutHarness
-from llmppo.envs.protocol import TextEnvironment
+from llmppo.envs.protocol import TextEnvironment, close_environment
 from llmppo.errors import RAISED_BY_USERS, ArtefactError, ConfigError, EnvironmentFault, LlmppoError
 from llmppo.files import MANIFEST, check_manifest
-from llmppo.imports import load_callable
+from llmppo.imports import check_arguments, load_callable
 
 DATASET_FILES = {"train_path": "train.jsonl", "eval_path": "eval.jsonl"}
 
@@ -22,14 +22,8 @@ DATASET_FILES = {"train_path": "train.jsonl", "eval_path": "eval.jsonl"}
 def environment_factory(config: EnvConfig, dataset: Path | None = None) -> Callable[[], TextEnvironment]:
     """A callable that makes one environment. Raises ConfigError where `env.kwargs` don't fit the factory."""
     factory = load_callable(config.factory, "env.factory")
-    signature = inspect.signature(factory)
-    kwargs = {**_dataset_paths(signature, config, dataset), **config.kwargs}
-    try:
-        signature.bind(**kwargs)
-    except TypeError as error:
-        wanted = [name for name in DATASET_FILES if name in signature.parameters and name not in kwargs]
-        way_out = f"; add a `dataset` section, which provides {' and '.join(wanted)}" if wanted else ""
-        raise ConfigError(f"env.kwargs: {error}{way_out}; {config.factory} takes {signature}") from None
+    kwargs = {**_dataset_paths(factory, config, dataset), **config.kwargs}
+    _check_kwargs(factory, config, kwargs)
 
     def make() -> TextEnvironment:
         try:
@@ -48,11 +42,37 @@ def environment_factory(config: EnvConfig, dataset: Path | None = None) -> Calla
     return make
 
 
-def _dataset_paths(signature: inspect.Signature, config: EnvConfig, dataset: Path | None) -> dict[str, Path]:
+def check_environment(config: EnvConfig, has_dataset: bool) -> None:
+    """Find what is wrong with `env.factory` and `env.kwargs` before a run: make one environment, where that needs no rows.
+
+    `has_dataset` tells that the dataset stage will provide files. Raises ConfigError or EnvironmentFault.
+    """
+    factory = load_callable(config.factory, "env.factory")
+    rows = dict.fromkeys(_wanted(factory, config)) if has_dataset else {}
+    _check_kwargs(factory, config, {**rows, **config.kwargs})
+    if not rows:
+        close_environment(make_env(config), "none")
+
+
+def _check_kwargs(factory: Callable[..., Any], config: EnvConfig, kwargs: Mapping[str, Any]) -> None:
+    wanted = [name for name in _wanted(factory, config) if name not in kwargs]
+    way_out = f"; add a `dataset` section, which provides {' and '.join(wanted)}" if wanted else ""
+    check_arguments(factory, config.factory, "env.kwargs", kwargs, way_out=way_out)
+
+
+def _wanted(factory: Callable[..., Any], config: EnvConfig) -> list[str]:
+    """Files of the dataset stage that a factory takes and `env.kwargs` don't name."""
+    try:
+        parameters = inspect.signature(factory).parameters
+    except ValueError:  # written in C, and silent about what it takes
+        return []
+    return [name for name in DATASET_FILES if name in parameters and name not in config.kwargs]
+
+
+def _dataset_paths(factory: Callable[..., Any], config: EnvConfig, dataset: Path | None) -> dict[str, Path]:
     if dataset is None:
         return {}
-    wanted = [name for name in DATASET_FILES if name in signature.parameters and name not in config.kwargs]
-    paths = {name: dataset / DATASET_FILES[name] for name in wanted}
+    paths = {name: dataset / DATASET_FILES[name] for name in _wanted(factory, config)}
     for path in paths.values():
         if not path.is_file():
             raise ArtefactError(f"{path} does not exist; run the dataset stage first")

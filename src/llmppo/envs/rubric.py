@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmppo.errors import RAISED_BY_USERS, ConfigError, EnvironmentFault
-from llmppo.imports import load_callable
+from llmppo.imports import check_arguments, load_callable
 
 RewardFunction = Callable[..., Any]
 PART_KEYS = {"name", "function", "weight"}
@@ -27,7 +27,12 @@ class Reward:
     def load(cls, reward: str | RewardFunction, key: str) -> "Reward":
         """From `module:function` or the function itself; `key` is the config key for messages."""
         function = load_callable(reward, key) if isinstance(reward, str) else reward
-        return cls(function, "row" in inspect.signature(function).parameters)
+        if not callable(function):
+            raise ConfigError(f"{key}: {function!r} is not of the form `module:function`")
+        takes_row = "row" in inspect.signature(function).parameters
+        extra = {"row": None} if takes_row else {}
+        check_arguments(function, str(reward), key, extra, given=["completion", "answer", "question"])
+        return cls(function, takes_row)
 
     @property
     def choices(self) -> Callable[[str], list[str]] | None:
