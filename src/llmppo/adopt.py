@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from llmppo.errors import ConfigError, LlmppoError
+from llmppo.files import read_sealed_text
 from llmppo.ownership import HELD, hold, refusal, settle
 from llmppo.plan import Plan
 from llmppo.run import snakemake_command
@@ -32,7 +33,7 @@ def adopt(values: dict[str, Any], plan: Plan, snakefile: Path) -> int:
         raise LlmppoError(f"{plan.layout.root} has no chain of this config; name another one with --results")
     for chain in chains:
         file = Path(plan.layout.config(*chain))
-        made = yaml.safe_load(file.read_text(encoding="utf-8"))
+        made = yaml.safe_load(read_sealed_text(file))
         keys = list(differences(made, json.loads(plan.chain_file(*chain))["config"]))
         if keys:
             raise ConfigError(

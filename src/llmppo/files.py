@@ -18,6 +18,7 @@ from llmppo.errors import ArtefactError
 
 MANIFEST = "manifest.json"
 SEAL = "sha256"  # key of a JSON file's own checksum
+SEAL_LINE = "# sha256 of the lines above: "  # last line of a text file with a checksum of its own
 
 
 def canonical_json(value: Any) -> str:
@@ -127,6 +128,25 @@ def read_json(path: str | os.PathLike[str]) -> Any:
                 f"{path} differs from its checksum (damaged or edited); delete it and run the same command"
             )
     return content
+
+
+def write_sealed_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write lines of a format that takes `#` for a comment, with their checksum; `read_sealed_text` compares and drops it."""
+    write_text(path, f"{text}{SEAL_LINE}{hashlib.sha256(text.encode()).hexdigest()}\n")
+
+
+def read_sealed_text(path: str | os.PathLike[str]) -> str:
+    """The text of a file that `write_sealed_text` wrote. Raises ArtefactError where it differs from its checksum."""
+    try:
+        content = Path(path).read_text(encoding="utf-8")
+    except ValueError as error:
+        raise ArtefactError(f"{path} is not text ({error}); delete it and run the same command") from None
+    text, _, seal = content.rpartition(SEAL_LINE)
+    if hashlib.sha256(text.encode()).hexdigest() != seal.strip():
+        raise ArtefactError(
+            f"{path} differs from its checksum (damaged or edited); delete it and run the same command"
+        )
+    return text
 
 
 def write_manifest(folder: Path, **facts: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from llmppo.errors import ArtefactError, LlmppoError
-from llmppo.files import MANIFEST, check_manifest, read_json, sha256_file
+from llmppo.files import MANIFEST, check_manifest, read_json, read_sealed_text, sha256_file
 from llmppo.ownership import HOME, near
 from llmppo.policies import may_be_pruned
 from llmppo.run import snakemake_command
@@ -33,7 +33,7 @@ class Checked:
 
 
 def check(results: Path) -> Iterator[Checked]:
-    """Every folder with a manifest, every Parquet file and every other JSON file below `results`."""
+    """Every folder with a manifest, every Parquet file, every other JSON file and every chain's config below `results`."""
     if not results.is_dir():
         raise LlmppoError(f"{results} is no folder; give the folder of an experiment, or the results root")
     paths = [path for path in sorted(results.rglob("*")) if not _hidden(path, results)]
@@ -41,8 +41,10 @@ def check(results: Path) -> Iterator[Checked]:
     for path in paths:
         if path in covered:
             yield _checked(path, _check_folder)
-        elif path.suffix in CHECKS and covered.isdisjoint(path.parents) and path.is_file():
-            yield _checked(path, CHECKS[path.suffix])
+        elif covered.isdisjoint(path.parents) and path.is_file():
+            look = next((look for pattern, look in CHECKS.items() if path.match(pattern)), None)
+            if look is not None:
+                yield _checked(path, look)
 
 
 def _hidden(path: Path, root: Path) -> bool:
@@ -69,7 +71,11 @@ def _read_parquet(path: Path) -> None:
     check_table(path)
 
 
-CHECKS: dict[str, Callable[[Path], Any]] = {".parquet": _read_parquet, ".json": read_json}
+CHECKS: dict[str, Callable[[Path], Any]] = {
+    "*.parquet": _read_parquet,
+    "*.json": read_json,
+    "seed-*/config.yaml": read_sealed_text,
+}
 
 
 @dataclass(frozen=True)

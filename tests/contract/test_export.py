@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 from llmppo.errors import ArtefactError
-from llmppo.files import check_manifest, write_json, write_manifest
+from llmppo.files import check_manifest, write_json, write_manifest, write_sealed_text
 from llmppo.models.adapted import ACTOR
 from llmppo.models.tiny import build_tokenizer
 from llmppo.stages import export
@@ -62,7 +62,7 @@ def make_run(root: Path, *, tied: bool, targets: str | list[str] = "all-linear")
         "ppo": {"clip_coef": 0.17},
         "evaluation": {"decoding": ["greedy", "sampled"]},
     }
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
+    write_sealed_text(run_dir / "config.yaml", yaml.safe_dump(config))
     for iteration, rate in ((0, 0.25), (8, 0.75)):
         metrics = {"eval/success_rate": rate, "eval/n": 64, "eval/sampled/success_rate": rate - 0.125}
         write_json(
@@ -112,9 +112,8 @@ def test_exported_and_merged_models_have_the_policy_s_logits(
 def quantise(paths: dict[str, Path], bits: int) -> None:
     section = {"bits": bits, "quant_type": "nf4", "double_quant": False}
     write_manifest(paths["base"], kind="base_model", dtype="float32", quantization=section)
-    (paths["run_dir"] / "config.yaml").write_text(
-        yaml.safe_dump({"base_model": {"kind": "tiny", "quantization": section}})
-    )
+    config = {"base_model": {"kind": "tiny", "quantization": section}}
+    write_sealed_text(paths["run_dir"] / "config.yaml", yaml.safe_dump(config))
 
 
 def test_a_four_bit_base_is_merged_as_training_saw_it(tmp_path: Path) -> None:
@@ -188,7 +187,7 @@ def test_the_adapter_is_copied_and_names_no_machine_path(tmp_path: Path) -> None
 def test_a_hub_model_keeps_its_id_and_revision(tmp_path: Path) -> None:
     paths = make_run(tmp_path, tied=True)
     section = {"kind": "pretrained", "path": "org/model", "revision": "abcdef"}
-    (paths["run_dir"] / "config.yaml").write_text(yaml.safe_dump({"base_model": section}))
+    write_sealed_text(paths["run_dir"] / "config.yaml", yaml.safe_dump({"base_model": section}))
     export.run({**SETTINGS, "export": {"merged": False}}, **paths)
     config = json.loads((paths["out"] / "adapter" / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == ("org/model", "abcdef")
@@ -241,6 +240,15 @@ def test_exporting_twice_gives_the_same_bytes(tmp_path: Path) -> None:
     first = check_manifest(paths["out"])
     export.run(SETTINGS, **paths)
     assert check_manifest(paths["out"]) == first
+
+
+def test_an_edited_config_is_refused_by_name(tmp_path: Path) -> None:
+    paths = make_run(tmp_path, tied=True)
+    config = paths["run_dir"] / "config.yaml"
+    config.write_text(config.read_text().replace("0.17", "0.18"))
+    with pytest.raises(ArtefactError, match=r"seed-3/config.yaml differs from its checksum .* delete it and"):
+        export.run(SETTINGS, **paths)
+    assert not paths["out"].exists()
 
 
 def test_a_damaged_policy_is_refused_by_name(tmp_path: Path) -> None:

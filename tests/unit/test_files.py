@@ -6,17 +6,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from llmppo.errors import ArtefactError
 from llmppo.files import (
+    SEAL_LINE,
     atomic_folder,
     atomic_path,
     check_manifest,
     digest,
     read_json,
+    read_sealed_text,
     write_json,
     write_manifest,
     write_sealed,
+    write_sealed_text,
 )
 
 
@@ -101,6 +105,19 @@ def test_a_sealed_file_knows_of_every_change(tmp_path: Path, edit: tuple[str, st
     file.write_text(file.read_text().replace(*edit))
     with pytest.raises(ArtefactError, match=r"m\.json differs from its checksum"):
         read_json(file)
+
+
+@pytest.mark.parametrize(
+    "edit", [("rate: 1", "rate: 2"), ("#", "##"), (": 1\n", ": 1\n\n"), (SEAL_LINE, "# "), ("rate: 1\n", "")]
+)
+def test_a_sealed_text_knows_of_every_change(tmp_path: Path, edit: tuple[str, str]) -> None:
+    file = tmp_path / "config.yaml"
+    write_sealed_text(file, "name: ünïcode\nrate: 1\n")
+    assert read_sealed_text(file) == "name: ünïcode\nrate: 1\n"
+    assert yaml.safe_load(file.read_text(encoding="utf-8")) == {"name": "ünïcode", "rate": 1}
+    file.write_text(file.read_text(encoding="utf-8").replace(*edit), encoding="utf-8")
+    with pytest.raises(ArtefactError, match=r"config\.yaml differs from its checksum"):
+        read_sealed_text(file)
 
 
 def test_files_that_are_skipped_are_not_read(tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ def place_of_data(path: Path) -> int:
         "smoke/main/seed-0/policy/0003/trainer.json",
         "smoke/main/seed-0/evaluations/0003/greedy.parquet",
         "smoke/main/seed-0/warmup/metrics.json",
+        "smoke/main/seed-0/config.yaml",
     ],
 )
 @pytest.mark.parametrize("damage", ["flipped", "cut"])

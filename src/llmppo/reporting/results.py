@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from llmppo.files import read_json
+from llmppo.files import read_json, read_sealed_text
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def load_chain(folder: Path, variant: str, seed: int) -> Chain:
 def sampling_chain(folder: Path) -> Path:
     """The chain that sampled the rollouts of chain `folder`: its own folder, but for a replay."""
     config = folder / "config.yaml"
-    values = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    values = yaml.safe_load(read_sealed_text(config)) if config.is_file() else {}
     original = values.get("variants", {}).get(folder.parent.name, {}).get("replays")
     return folder.parents[1] / original / folder.name if original else folder
 

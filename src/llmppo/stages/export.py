@@ -14,7 +14,15 @@ from typing import Any
 import yaml
 
 from llmppo.errors import ArtefactError
-from llmppo.files import MANIFEST, atomic_folder, check_manifest, read_json, write_manifest, write_text
+from llmppo.files import (
+    MANIFEST,
+    atomic_folder,
+    check_manifest,
+    read_json,
+    read_sealed_text,
+    write_manifest,
+    write_text,
+)
 from llmppo.models.quantized import quantization_of
 from llmppo.policies import resolve_policy
 from llmppo.provenance import provenance
@@ -50,7 +58,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "config.yaml"
     if not path.is_file():
         return {}
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    content = yaml.safe_load(read_sealed_text(path))
     if not isinstance(content, dict):
         raise ArtefactError(f"{path} is not a mapping of config keys; delete it and run the same command")
     return content

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmppo.files import write_sealed, write_text
+from llmppo.files import read_sealed_text, write_sealed, write_text
 from llmppo.layout import RUN_PAGE
 from llmppo.secrecy import redact
 
@@ -32,12 +32,14 @@ def run(
     """Bring the chain's MLflow run up to date; write the marker `out`, and a page with a link to the run beside it.
 
     `settings`: {tracking, config}, the config being that of the resolved variant. Raises ArtefactError for a
-    damaged metrics file, and nothing for what the tracker does, unless its store has filled the disk of the results.
+    damaged metrics file or an edited `config.yaml`, and nothing for what the tracker does, unless its store has filled the disk of the results.
     """
     from llmppo.reporting.results import load_chain
     from llmppo.tracking.mirror import Mirror, connect, fills_disk_of
 
     chain = load_chain(run_dir, variant, seed)
+    if (config := run_dir / "config.yaml").is_file():
+        read_sealed_text(config)  # it is mirrored as it lies there
     mirror: Mirror | None = None
     try:
         mirror = Mirror(connect(uri), uri, experiment, chain, settings["config"])

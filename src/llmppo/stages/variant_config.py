@@ -6,9 +6,9 @@ from typing import Any
 
 import yaml
 
-from llmppo.files import write_text
+from llmppo.files import write_sealed_text
 
 
 def run(settings: Mapping[str, Any], *, out: Path) -> None:
     """Write `settings["config"]`, keys in the order of the config models."""
-    write_text(out, yaml.safe_dump(settings["config"], sort_keys=False, allow_unicode=True))
+    write_sealed_text(out, yaml.safe_dump(settings["config"], sort_keys=False, allow_unicode=True))

@@ -16,7 +16,7 @@ import yaml
 
 from llmppo.config import ExperimentConfig
 from llmppo.experiment import parse_experiment, variant_config
-from llmppo.files import read_json, write_json, write_text
+from llmppo.files import read_json, write_json, write_sealed_text, write_text
 from llmppo.seeding import derive_seed
 from llmppo.trajectories.episode import Episode, EpisodeSpec, StopReason, Turn
 
@@ -249,7 +249,7 @@ def write_chain(
     """One variant and seed up to iteration `reached`; `stopped` makes `stop_at` end it there."""
     curve = Curve(config, variant, seed)
     now = START
-    write_text(chain / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    write_sealed_text(chain / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     write_json(
         chain / "warmup" / "metrics.json",
         {
