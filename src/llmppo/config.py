@@ -5,22 +5,34 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from llmppo.secrecy import holds_password
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+
+def _no_truth_value(value: Any) -> Any:
+    """Python counts true and false as 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError("a number is wanted, not true or false")
+    return value
+
+
+IsNumber = BeforeValidator(_no_truth_value)
+Number = Annotated[float, IsNumber]
+Positive = Annotated[int, Field(ge=1), IsNumber]
+NonNegative = Annotated[int, Field(ge=0), IsNumber]
 Most = Field(le=1_000_000)  # of what the plan of a run lists one by one
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1), IsNumber]
+Rate = Annotated[float, Field(ge=0), IsNumber]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
 
 class Section(BaseModel):
-    """A config section: unknown keys are refused, values don't change after validation."""
+    """A config section: unknown keys are refused, numbers are finite, values don't change after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class WarmStartConfig(Section):
@@ -127,7 +139,7 @@ class DatasetConfig(Section):
 class EnvironmentLimits(Section):
     """What environments may take: time, attempts, threads."""
 
-    step_timeout_s: Annotated[float, Field(gt=0)] | None = Field(
+    step_timeout_s: Annotated[float, Field(gt=0), IsNumber] | None = Field(
         60.0,
         description="Seconds that one reset or step may take; null is no limit. With `concurrency: 1` null also runs environments in the main thread, which those with signal handlers need.",
     )
@@ -169,7 +181,7 @@ class EnvConfig(EnvironmentLimits):
         None,
         description="Where a transcript would outgrow `rollout.max_model_len`, go on after a new prompt: the first messages and this many of the latest turns (fewer where they don't fit). null ends the episode as truncated.",
     )
-    success_threshold: float = Field(
+    success_threshold: Number = Field(
         1.0,
         description="Return from which an episode counts as a success when the environment's info has no `success` or `correct`.",
     )
@@ -178,13 +190,15 @@ class EnvConfig(EnvironmentLimits):
 class SamplingConfig(Section):
     """How replies are sampled."""
 
-    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+    temperature: Annotated[float, Field(gt=0), IsNumber] = Field(
         1.0, description="Sampling temperature; the trainer's log-probs use the same."
     )
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling threshold.")
+    top_p: Annotated[float, Field(gt=0, le=1), IsNumber] = Field(
+        1.0, description="Nucleus sampling threshold."
+    )
     top_k: NonNegative = Field(0, description="Sample among the k likeliest tokens; 0 is off.")
     min_p: Fraction = Field(0.0, description="Probability cutoff relative to the likeliest token; 0 is off.")
-    repetition_penalty: Annotated[float, Field(gt=0)] = Field(
+    repetition_penalty: Annotated[float, Field(gt=0), IsNumber] = Field(
         1.0, description="Penalty on tokens already in the transcript; 1 is off."
     )
     min_output_tokens: NonNegative | None = Field(None, description="Fewest sampled tokens of a reply.")
@@ -199,7 +213,7 @@ class SamplingConfig(Section):
         None,
         description="Prompts that one generation batch of the `hf` engine holds, which bounds its memory; null takes all and keeps their cache for the next turn.",
     )
-    logit_bias: dict[int, float] | None = Field(
+    logit_bias: dict[Annotated[int, IsNumber], Number] | None = Field(
         None, description="Token id to logit offset, added at sampling and in the trainer's log-probs."
     )
 
@@ -231,7 +245,7 @@ class VLLMConfig(Section):
         "auto", description="Data type of weights and cache; `auto` takes the base model's."
     )
     tensor_parallel_size: Positive = Field(1, description="GPUs that one copy of the model is split over.")
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), IsNumber] = Field(
         0.3, description="Share of a GPU's memory that vLLM takes."
     )
     cpu_cache_gib: Positive = Field(1, description="Size of the key-value cache without a GPU, in GiB.")
@@ -329,7 +343,7 @@ class CosineLRScheduleConfig(Section):
     """Linear warm-up, then half a cosine; one step per learn call."""
 
     num_steps: Positive = Field(description="Learn calls until the minimum is reached.")
-    warmup_proportion: Annotated[float, Field(ge=0, lt=1)] = Field(
+    warmup_proportion: Annotated[float, Field(ge=0, lt=1), IsNumber] = Field(
         0.0, description="Share of `num_steps` spent warming up."
     )
     min_lr_ratio: Fraction = Field(0.1, description="Final learning rate over its peak.")
@@ -338,7 +352,7 @@ class CosineLRScheduleConfig(Section):
 class PPOConfig(Section):
     """The algorithm: what `LLMPPO` computes in one learn call."""
 
-    batch_size: Annotated[Positive, Most] = Field(
+    batch_size: Annotated[int, Field(ge=1), Most, IsNumber] = Field(
         16, description="Episodes of one learn call, over all ranks."
     )
     mini_batch_size: Positive | None = Field(
@@ -358,7 +372,9 @@ class PPOConfig(Section):
     )
     adam_betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="AdamW betas.")
     weight_decay: Rate = Field(0.0, description="AdamW weight decay.")
-    max_grad_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Gradient norm bound, per role.")
+    max_grad_norm: Annotated[float, Field(gt=0), IsNumber] = Field(
+        1.0, description="Gradient norm bound, per role."
+    )
     share_grad_clip: bool = Field(False, description="Clip actor and critic by their common norm.")
     cosine_lr_schedule_config: CosineLRScheduleConfig | None = Field(
         None, description="Learning-rate schedule; the actor's starts after the critic warm-up."
@@ -370,7 +386,7 @@ class PPOConfig(Section):
     critic_gae_lambda: Fraction | None = Field(
         None, description="GAE lambda of the critic's returns; null takes `gae_lambda`."
     )
-    length_adaptive_lambda: Annotated[float, Field(gt=0)] | None = Field(
+    length_adaptive_lambda: Annotated[float, Field(gt=0), IsNumber] | None = Field(
         None,
         description="alpha of lambda = 1 - 1/(alpha * N) on the token axis, N the row's action tokens; null is off.",
     )
@@ -400,13 +416,13 @@ class PPOConfig(Section):
     turn_ratio_pooling: Literal["sum", "mean"] = Field(
         "sum", description="Pooling of log-ratios over the tokens of a turn."
     )
-    clip_coef: Annotated[float, Field(gt=0, lt=1)] = Field(
+    clip_coef: Annotated[float, Field(gt=0, lt=1), IsNumber] = Field(
         0.2, description="PPO clip range below 1 (and above, without `clip_coef_high`)."
     )
-    clip_coef_high: Annotated[float, Field(gt=0)] | None = Field(
+    clip_coef_high: Annotated[float, Field(gt=0), IsNumber] | None = Field(
         None, description="Clip range above 1; null takes `clip_coef`."
     )
-    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
+    dual_clip: Annotated[float, Field(gt=1), IsNumber] | None = Field(
         None,
         description="Bound on the loss of units with negative advantage, as a multiple of it; null is off.",
     )
@@ -421,10 +437,10 @@ class PPOConfig(Section):
     kl_placement: Literal["loss", "reward"] = Field(
         "loss", description="k3 in the loss, or k1 on the reward of each token."
     )
-    kl_clamp: Annotated[float, Field(gt=0)] | None = Field(
+    kl_clamp: Annotated[float, Field(gt=0), IsNumber] | None = Field(
         10.0, description="Tokens below the reference with k3 above this get no KL gradient; null is off."
     )
-    target_kl: Annotated[float, Field(gt=0)] | None = Field(
+    target_kl: Annotated[float, Field(gt=0), IsNumber] | None = Field(
         None,
         description="Stop the remaining epochs once the approximate KL of an epoch exceeds this; null is off.",
     )
@@ -432,10 +448,10 @@ class PPOConfig(Section):
         True,
         description="Weight units by the capped ratio of trainer to engine probability when engine log-probs of another engine are given.",
     )
-    vllm_importance_sampling_cap: Annotated[float, Field(gt=0)] = Field(
+    vllm_importance_sampling_cap: Annotated[float, Field(gt=0), IsNumber] = Field(
         2.0, description="Cap of that weight."
     )
-    vllm_max_logprob_gap: Annotated[float, Field(gt=0)] = Field(
+    vllm_max_logprob_gap: Annotated[float, Field(gt=0), IsNumber] = Field(
         0.1, description="Warn when the mean gap of engine and trainer log-probs exceeds this (nats)."
     )
     vllm_max_clip_fraction: Fraction = Field(
@@ -447,10 +463,10 @@ class PPOConfig(Section):
         description="The critic's own adapter and head, or a head on the actor's hidden state behind a stop-gradient.",
     )
     vf_coef: Rate = Field(0.5, description="Weight of the value loss.")
-    vf_clip_coef: Annotated[float, Field(gt=0)] | Literal["clip_coef"] | None = Field(
+    vf_clip_coef: Annotated[Annotated[float, Field(gt=0)] | Literal["clip_coef"] | None, IsNumber] = Field(
         "clip_coef", description="Value clip range; `clip_coef` takes the policy's, null is off."
     )
-    critic_warmup_steps: Annotated[NonNegative, Most] = Field(
+    critic_warmup_steps: Annotated[int, Field(ge=0), Most, IsNumber] = Field(
         0, description="First learn calls that touch only the critic, on Monte Carlo returns."
     )
     critic_warmup_epochs: Positive | None = Field(
@@ -547,7 +563,9 @@ class EvaluationConfig(Section):
     decoding: list[Literal["greedy", "sampled"]] = Field(
         ["greedy"], min_length=1, description="Decodings; the first one is the headline score."
     )
-    temperature: Annotated[float, Field(gt=0)] = Field(1.0, description="Temperature of sampled decoding.")
+    temperature: Annotated[float, Field(gt=0), IsNumber] = Field(
+        1.0, description="Temperature of sampled decoding."
+    )
     seed: NonNegative = Field(
         1_000_003, description="Seed of the evaluation tasks, the same for every policy, variant and seed."
     )
@@ -592,7 +610,7 @@ class StopConfig(Section):
     metric: Literal["eval/success_rate", "rollout/success_rate", "rollout/reward_mean"] = Field(
         "eval/success_rate", description="Metric that is compared."
     )
-    value: float = Field(description="Stop once the metric reaches this.")
+    value: Number = Field(description="Stop once the metric reaches this.")
 
 
 class ReportConfig(Section):
@@ -639,7 +657,7 @@ class ExperimentConfig(Section):
     seeds: list[NonNegative] = Field(
         [0], min_length=1, description="Random seeds; each is a chain of its own."
     )
-    iterations: Annotated[Positive, Most] = Field(
+    iterations: Annotated[int, Field(ge=1), Most, IsNumber] = Field(
         20, description="PPO updates; raising it extends a finished run."
     )
     keep_every: Positive = Field(

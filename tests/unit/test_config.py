@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
+from llmppo import config
+from llmppo.config import Section
 from llmppo.errors import ConfigError, EnvironmentFault
 from llmppo.experiment import import_callables, load_experiment, merge, parse_experiment, variant_config
 from llmppo.schema import json_schema, key_reference
@@ -40,6 +43,41 @@ def test_a_typo_in_a_section_of_several_kinds_lists_only_that_kind() -> None:
 def test_a_wrong_type_shows_the_value() -> None:
     assert "iterations: Input should be a valid integer" in message(iterations="many")
     assert "(got 'many')" in message(iterations="many")
+
+
+def numbers() -> list[Any]:
+    """Every key that holds a number or a list of them: its section, its name, and what holds a value there."""
+    found = []
+    for section in vars(config).values():
+        if not (isinstance(section, type) and issubclass(section, Section)):
+            continue
+        for name, schema in section.model_json_schema()["properties"].items():
+            kinds = [option.get("type") for option in schema.get("anyOf", [schema])]
+            items = schema.get("items") or (schema.get("prefixItems") or [{}])[0]
+            if {"integer", "number"} & {*kinds, items.get("type")}:
+                whole = items.get("type") == "integer" or "integer" in kinds
+                found.append(
+                    pytest.param(section, name, "array" in kinds, whole, id=f"{section.__name__}.{name}")
+                )
+    return found
+
+
+@pytest.mark.parametrize(("section", "name", "listed", "whole"), numbers())
+def test_a_number_is_finite_and_no_truth_value(
+    section: type[Section], name: str, listed: bool, whole: bool
+) -> None:
+    for value in (True, False, *(() if whole else ("nan", "inf", float("inf"), float("nan")))):
+        with pytest.raises(ValidationError) as caught:
+            section.model_validate({name: [value, value] if listed else value})
+        assert any(fault["loc"][0] == name for fault in caught.value.errors()), value
+
+
+def test_a_truth_value_in_a_number_s_place_is_named() -> None:
+    assert len(numbers()) > 90
+    assert "seeds.1: a number is wanted, not true or false (got True)" in message(seeds=[0, True])
+    assert "ppo.vf_clip_coef: a number is wanted" in message(ppo={"vf_clip_coef": True})
+    assert "rollout.logit_bias.7: a number" in message(rollout={"logit_bias": {"7": True}})
+    assert "stop_at.value: Input should be a finite number" in message(stop_at={"value": "inf"})
 
 
 def test_a_missing_key_is_required() -> None:
