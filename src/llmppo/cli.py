@@ -277,11 +277,13 @@ def replay(
 @click.argument("file", type=FILE, default="config/config.yaml")
 def validate(file: Path) -> None:
     """Check an experiment YAML and say what it would run."""
-    from llmppo.experiment import import_callables, load_experiment
+    from llmppo.experiment import import_callables, load_experiment, twins
     from llmppo.plan import Plan
 
     experiment = load_experiment(file)
     import_callables(experiment)
+    for warning in twins(experiment):
+        click.echo(warning, err=True)
     click.echo(f"{file} is valid. {Plan(experiment).summary()}")
 
 

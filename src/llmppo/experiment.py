@@ -20,7 +20,8 @@ from llmppo.config import (
     TinyModelConfig,
 )
 from llmppo.errors import ConfigError
-from llmppo.explain import explain
+from llmppo.explain import VARIANTS, explain
+from llmppo.files import canonical_json
 from llmppo.imports import check_arguments, load_callable, module_fault
 from llmppo.models.pretrained import path_fault
 from llmppo.plain_values import read_yaml_file, require_plain
@@ -80,6 +81,11 @@ def load_experiment(path: str | Path) -> ExperimentConfig:
     return parse_experiment(read_values(path), str(path))
 
 
+def _keys_of(section: str) -> set[str]:
+    """The keys of a section of an experiment; none of one that has several kinds or may be null."""
+    return set(getattr(ExperimentConfig.model_fields[section].annotation, "model_fields", ()))
+
+
 def variant_config(experiment: ExperimentConfig, variant: str, source: str = "config") -> ExperimentConfig:
     """The experiment with one variant's overrides applied, cross-section rules checked.
 
@@ -92,8 +98,10 @@ def variant_config(experiment: ExperimentConfig, variant: str, source: str = "co
     kind, sections = ("variant", VARIANT_SECTIONS) if original is None else ("replay", REPLAY_SECTIONS)
     stray = sorted(set(overrides) - {*sections, *(["replays"] if original else [])})
     if stray:
+        holders = [name for name in sections if stray[0] in _keys_of(name)]
+        nested = f"; write `{variant}: {{{holders[0]}: {{{stray[0]}: ...}}}}`" if holders else f"; {VARIANTS}"
         raise ConfigError(
-            f"{source}:\n  variants.{variant}.{stray[0]}: a {kind} may override {', '.join(sections)}"
+            f"{source}:\n  variants.{variant}.{stray[0]}: a {kind} may override {', '.join(sections)}{nested}"
         )
     values = experiment.model_dump(exclude_unset=True, mode="json")
     if original is not None:
@@ -108,6 +116,26 @@ def variant_config(experiment: ExperimentConfig, variant: str, source: str = "co
     if original is not None:
         _check_replay(resolved, variant_config(experiment, original, source), where)
     return resolved
+
+
+def twins(experiment: ExperimentConfig) -> list[str]:
+    """A warning for each variant whose resolved settings are those of an earlier one; its chains can't differ.
+
+    That is no error: where vLLM samples, two runs of one setting show how much it varies.
+    """
+    first: dict[str, str] = {}
+    warnings = []
+    for variant in experiment.variants:
+        settings = canonical_json(
+            variant_config(experiment, variant).model_dump(mode="json", exclude={"variants"})
+        )
+        if settings in first:
+            warnings.append(
+                f"warning: variants.{variant}: its settings are those of variant `{first[settings]}`, so both train the same "
+                "policies; override something in one of them, or delete it"
+            )
+        first.setdefault(settings, variant)
+    return warnings
 
 
 def _replayed(experiment: ExperimentConfig, variant: str, source: str) -> str:

@@ -10,6 +10,10 @@ from llmppo.errors import ConfigError
 from llmppo.secrecy import redact
 
 MOST = 10  # faults that are told
+VARIANTS = (
+    "such as `variants: {main: {}, narrow: {ppo: {clip_coef: 0.1}}}`, where {} is the experiment unchanged"
+)
+NAMES = "has letters, digits, `_`, `-` and `.`, and begins with a letter or digit"
 
 
 def _resolve(location: tuple[Any, ...]) -> tuple[str, list[str]]:
@@ -66,6 +70,18 @@ def explain(error: ValidationError, source: str) -> ConfigError:
             message = f"unknown key{hint} Accepted: {', '.join(known)}"
         elif fault["type"] == "missing":
             message = "is required"
+        elif location[-1:] == ("[key]",):
+            key = ".".join(str(part) for part in location[:-2])
+            message = f"the name {_shown(location[-2])} can't be a folder; a name {NAMES}, {VARIANTS}"
+        elif location[0] == "variants" and fault["type"] in ("dict_type", "too_short"):
+            found = "nothing stands there" if fault["input"] is None else f"got {_shown(fault['input'])}"
+            message = (
+                f"names with what each overrides ({found}), {VARIANTS}"
+                if len(location) == 1
+                else (f"sections with the keys that it overrides, or {{}} ({found}), {VARIANTS}")
+            )
+        elif fault["type"] == "string_pattern_mismatch":
+            message = f"{message}; a name {NAMES} (got {_shown(fault['input'])})"
         elif not isinstance(fault["input"], (dict, Section)):
             message = f"{message} (got {_shown(fault['input'])})"
         lines.append(f"  {key or '(top level)'}: {message}")

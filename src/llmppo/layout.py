@@ -4,9 +4,17 @@
 `"{iteration}"`: it passes through, so that a rule's pattern and a concrete path come from the same line.
 """
 
+import shlex
 from dataclasses import dataclass
 
+from llmppo.secrecy import redact
+
 RUN_PAGE = "mlflow.html"  # in a chain's folder: leads to its run
+
+
+def ui_command(tracking_uri: str) -> str:
+    """The command that serves MLflow's UI on a store, in the folder that the run was started in."""
+    return f"mlflow ui --backend-store-uri {shlex.quote(redact(tracking_uri))}"
 
 
 def _number(value: int | str) -> str:

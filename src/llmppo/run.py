@@ -6,7 +6,6 @@ Snakemake redoes only what is incomplete.
 
 import math
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -25,8 +24,9 @@ import click
 import yaml
 
 from llmppo.errors import NO_ROOM, ConfigError, LlmppoError
-from llmppo.experiment import merge, parse_experiment, read_values
+from llmppo.experiment import merge, parse_experiment, read_values, twins
 from llmppo.files import write_text
+from llmppo.layout import ui_command
 from llmppo.ownership import HELD, check_home, hold, near, refusal, settle
 from llmppo.plain_values import read_yaml
 from llmppo.plan import Plan
@@ -246,7 +246,7 @@ def closing_words(plan: Plan) -> str:
     lines = [f"report    {layout.report}", f"figure    {layout.figure}"]
     lines += [f"export    {layout.export(*chain)}" for chain in plan.chains]
     if plan.experiment.tracking.mlflow:
-        lines.append(f"tracker   mlflow ui --backend-store-uri {shlex.quote(plan.tracking_uri)}")
+        lines.append(f"tracker   {ui_command(plan.tracking_uri)}")
     return "\n".join(lines)
 
 
@@ -298,7 +298,7 @@ def run_experiment(
         os.environ[HELD] = plan.layout.lock
         write_text(copy, yaml.safe_dump(values, sort_keys=False))
         log = copy.with_suffix(".log")
-        _say(f"{plan.summary()}\nSnakemake's log: {log}")
+        _say("\n".join([plan.summary(), *twins(plan.experiment), f"Snakemake's log: {log}"]))
         status, reader = follow(
             [
                 *command, "--configfile", str(copy), *settings, "--nolock", *snakemake_args,

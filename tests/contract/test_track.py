@@ -18,6 +18,7 @@ import pytest
 from llmppo.config import ExperimentConfig
 from llmppo.experiment import variant_config
 from llmppo.files import read_json
+from llmppo.layout import ui_command
 from llmppo.reporting.results import load_chain
 from llmppo.stage_settings import stage_settings
 from llmppo.stages import mlflow_init, report, track
@@ -448,6 +449,8 @@ def test_the_report_links_to_the_run_and_the_run_to_the_report(tmp_path: Path, s
     run = connect(study.uri).get_run(run_id)
     own = f"#/experiments/{run.info.experiment_id}/runs/{run_id}"
     assert f'<a href="http://127.0.0.1:5000/{own}">' in run_page(study)
+    assert f"<code>{ui_command(study.uri)}</code>" in run_page(study)
+    assert ui_command(study.uri) == f"mlflow ui --backend-store-uri {study.uri}"
     note = run.data.tags["mlflow.note.content"]
     assert note == f"{study.config.description}\n\nReport: [report.html]({own}/artifacts/report/report.html)"
 

@@ -176,6 +176,15 @@ def test_validate_says_what_would_run_or_what_is_wrong(tmp_path: Path) -> None:
     assert "ppo.gama: unknown key; did you mean `gamma`?" in bad.output
 
 
+def test_validate_warns_of_variants_that_are_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "same.yaml"
+    file.write_text("name: x\nbase_model: {kind: tiny}\nvariants: {a: {}, b: {}}\n")
+    told = CliRunner().invoke(cli.main, ["validate", str(file)])
+    assert told.exit_code == 0
+    assert "warning: variants.b: its settings are those of variant `a`" in told.stderr
+    assert "is valid" in told.stdout
+
+
 def test_schema_is_printed_or_written(tmp_path: Path) -> None:
     runner = CliRunner()
     assert json.loads(runner.invoke(cli.main, ["schema"]).output)["title"] == "ExperimentConfig"

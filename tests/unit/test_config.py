@@ -10,9 +10,16 @@ import yaml
 from pydantic import ValidationError
 
 from llmppo import config
-from llmppo.config import Section
+from llmppo.config import PPOConfig, Section
 from llmppo.errors import ConfigError, EnvironmentFault
-from llmppo.experiment import import_callables, load_experiment, merge, parse_experiment, variant_config
+from llmppo.experiment import (
+    import_callables,
+    load_experiment,
+    merge,
+    parse_experiment,
+    twins,
+    variant_config,
+)
 from llmppo.schema import json_schema, key_reference
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -122,6 +129,55 @@ def test_a_fault_in_a_variant_names_the_variant() -> None:
     text = message(variants={"main": {}, "wide": {"ppo": {"clip_coef": 7}}})
     assert "(variant wide)" in text
     assert "ppo.clip_coef" in text
+
+
+@pytest.mark.parametrize(
+    ("variants", "fault"),
+    [
+        (
+            {"main": {}, "wide": "ppo.clip_coef=0.3"},
+            "variants.wide: sections with the keys that it overrides, or {} (got 'ppo",
+        ),
+        ({"wide": ["ppo"]}, "variants.wide: sections with the keys that it overrides, or {} (got ['ppo'])"),
+        (
+            {"main": None},
+            "variants.main: sections with the keys that it overrides, or {} (nothing stands there)",
+        ),
+        (["main", "wide"], "variants: names with what each overrides (got ['main', 'wide'])"),
+        (None, "variants: names with what each overrides (nothing stands there)"),
+        ({}, "variants: names with what each overrides (got {})"),
+        ({"two words": {}}, "variants: the name 'two words' can't be a folder; a name has letters"),
+        ({"a/b": {}}, "variants: the name 'a/b' can't be a folder; a name has letters"),
+        ({"a": {"seeds": [3]}}, "variants.a.seeds: a variant may override base_model, "),
+    ],
+    ids=str,
+)
+def test_a_fault_in_the_form_of_variants_shows_the_right_one(variants: Any, fault: str) -> None:
+    text = message(variants=variants)
+    assert fault in text
+    assert (
+        "such as `variants: {main: {}, narrow: {ppo: {clip_coef: 0.1}}}`, where {} is the experiment unchanged"
+        in text
+    )
+    example = yaml.safe_load(text.partition("such as `")[2].partition("`")[0])
+    parse_experiment({**TINY, **example})
+
+
+def test_an_override_outside_its_section_is_told_where_it_belongs() -> None:
+    text = message(variants={"main": {}, "narrow": {"clip_coef": 0.1}})
+    assert "variants.narrow.clip_coef: a variant may override" in text
+    assert text.endswith("write `narrow: {ppo: {clip_coef: ...}}`")
+
+
+def test_variants_with_the_same_settings_are_warned_of() -> None:
+    variants = {
+        "main": {},
+        "default": {"ppo": {"clip_coef": PPOConfig().clip_coef}},
+        "wide": {"ppo": {"clip_coef": 0.3}},
+    }
+    (warning,) = twins(parse_experiment({**TINY, "variants": variants}))
+    assert warning.startswith("warning: variants.default: its settings are those of variant `main`")
+    assert twins(parse_experiment({**TINY, "variants": {"main": {}, "again": {"replays": "main"}}})) == []
 
 
 def test_variants_override_nested_keys_and_keep_the_rest() -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from llmppo.files import read_sealed_text, write_sealed, write_text
-from llmppo.layout import RUN_PAGE
+from llmppo.layout import RUN_PAGE, ui_command
 from llmppo.secrecy import redact
 
 log = logging.getLogger(__name__)
 
-LOCAL_UI = "http://127.0.0.1:5000"  # where `llmppo ui` serves a store that is a file
+LOCAL_UI = "http://127.0.0.1:5000"  # where MLflow's UI serves a store that is a file
 
 
 def run(
@@ -55,17 +55,24 @@ def run(
         _write_page(out, variant, seed, reason=reason)
         write_sealed(out, {"ok": False, "error": reason[:2000]})
         return f"warning: tracking {variant}, seed {seed} failed ({reason.splitlines()[0][:200]})"
-    address = f"{redact(uri).rstrip('/') if uri.startswith('http') else LOCAL_UI}/#{mirror.page}"
-    _write_page(out, variant, seed, address=address)
+    served = uri.startswith("http")
+    address = f"{redact(uri).rstrip('/') if served else LOCAL_UI}/#{mirror.page}"
+    _write_page(out, variant, seed, address=address, ui=None if served else ui_command(uri))
     write_sealed(out, {"ok": True, "run_id": mirror.run_id, "key": mirror.key, "new": new})
     return f"tracked {variant}, seed {seed}: {new} new entries"
 
 
 def _write_page(
-    marker: Path, variant: str, seed: int, *, address: str | None = None, reason: str | None = None
+    marker: Path,
+    variant: str,
+    seed: int,
+    *,
+    address: str | None = None,
+    ui: str | None = None,
+    reason: str | None = None,
 ) -> None:
     """The page beside the marker that the report links to: where the run is, or why there is none."""
     from llmppo.reporting.templating import render
 
-    values = {"variant": variant, "seed": seed, "address": address, "reason": reason}
+    values = {"variant": variant, "seed": seed, "address": address, "ui": ui, "reason": reason}
     write_text(marker.with_name(RUN_PAGE), render("mlflow.html.j2", **values))
