@@ -118,5 +118,9 @@ def test_tables_hold_the_numbers() -> None:
     assert r"other\_one & 2 & $0.200$" in tex
     assert "1--1" in tex
     assert tex.count(r"\\") == 3
+    notes = [line for line in tex.splitlines() if line.startswith("%")]
+    assert "% [low, high]: 95 % interval, Student's t over the seeds" in notes
+    assert "% difference: after, minus that of `main`, within each seed, mean over the seeds" in notes
+    assert "over the evaluation episodes of the one seed" in results_tex(study(main=[{0: 0.2, 4: 0.5}]), [])
     single = replace(variants[0], rows=variants[0].rows[:1], curve={})
     assert r"main & 1 & -- & -- & -- & --" in results_tex([single], [])

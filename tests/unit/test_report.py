@@ -4,6 +4,7 @@ import csv
 import json
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from llmppo.reporting import figures
 from llmppo.reporting.checks import run_checks
 from llmppo.reporting.results import Chain, Record, load_chain
 from llmppo.reporting.summary import mean_series, settled, success_curve, summarize
-from llmppo.reporting.theme import inline_svg
+from llmppo.reporting.theme import inline_svg, series_colour, series_dash
 from llmppo.reporting.timing import read_benchmarks, stage_minutes, stage_times
 from llmppo.reporting.transcripts import pick, printable, validity
 from llmppo.stages import report
@@ -364,6 +365,23 @@ def test_several_variants_are_told_apart(tmp_path: Path) -> None:
     assert {"var(--series-0)", "var(--series-1)"} <= set(
         re.findall(r"var\(--series-\d\)", str(page.attributes))
     )
+
+
+@pytest.mark.usefixtures("drawn")
+def test_variants_with_equal_curves_both_show(tmp_path: Path) -> None:
+    """In the files and on the page; by colour alone the last one drawn would hide the others."""
+    values = small(iterations=2, seeds=[0], variants={"a": {}, "b": {"ppo": {"clip_coef": 0.1}}})
+    _, results = make(tmp_path, values)
+    folder = results / "report"
+    for text in (
+        (folder / "figures" / "learning_curve.svg").read_text(),
+        (folder / "report.html").read_text(),
+    ):
+        assert re.search(r"stroke-dasharray: 11,4.4", text)
+    assert 'stroke-dasharray="10 4"' in (folder / "report.html").read_text()
+    styles = [(series_colour(place), series_dash(place)) for place in range(24)]
+    assert all(styles.count(style) == 1 for style in styles)
+    assert all(one[1] != other[1] for one, other in pairwise(styles))
 
 
 def test_one_seed_says_what_its_interval_is(tmp_path: Path) -> None:

@@ -119,9 +119,10 @@ def test_colours(advantage, expected):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--only", "changed"], "evaluation 3, sampled"),
+        (["--only", "changed"], "main, seed 0 · evaluation 3, sampled"),
         (["--evaluation", "--iteration", "0", "-n", "1"], "evaluation 0, sampled"),
         (["--only", "failed"], "step raised OSError"),
+        (["--iteration", "1", "-n", "1"], "main, seed 0 · iteration 1"),
         (["--evaluation", "--only", "truncated"], "no such episodes"),
     ],
 )

@@ -17,6 +17,10 @@ from llmppo.reporting.summary import SUCCESS, VariantSummary, aligned, csv_text
 from llmppo.reporting.transcripts import read_episodes
 
 FINAL, MEAN = "final success", "mean over the curve"
+INTERVALS = {
+    "seeds": "Student's t over the seeds",
+    "episodes": "over the evaluation episodes of the one seed",
+}
 
 
 @dataclass(frozen=True)
@@ -184,8 +188,23 @@ def _tex_interval(estimate: Estimate | None) -> str:
 def results_tex(variants: Sequence[VariantSummary], comparisons: Sequence[Comparison]) -> str:
     """A booktabs table: success before and after, and the paired difference, with 95 % intervals."""
     finals = {row.variant: row for row in comparisons if row.measure == FINAL}
+    kinds = {variant.end.kind for variant in variants if variant.end is not None}
+    over = [INTERVALS[kind] for kind in INTERVALS if kind in kinds]
+    baseline = next((row.baseline for row in finals.values()), None)
+    notes = [
+        "% before, after: evaluated success rate of the policy before training and of the last one, mean over the seeds",
+        f"% [low, high]: 95 % interval, {' or '.join(over)}"
+        if over
+        else "% without intervals: nothing is evaluated yet",
+    ]
+    if baseline is not None:
+        notes += [
+            f"% difference: after, minus that of `{baseline}`, within each seed, mean over the seeds",
+            "% wins--losses: seeds in which the variant is better, worse",
+        ]
     head = ["variant", "seeds", "before", "after", "difference", "wins--losses"]
     lines = [
+        *notes,
         rf"\begin{{tabular}}{{lr{'l' * (len(head) - 2)}}}",
         r"\toprule",
         " & ".join(head) + r" \\",

@@ -17,6 +17,7 @@ from llmppo.reporting.costs import Axis
 from llmppo.reporting.summary import SUCCESS, VariantSummary, aligned, mean_series, settled
 
 Draw = Callable[[Any, bool], None]
+Legend = Sequence[tuple[str, str, Any]]  # label, colour, line style
 SIZES = {
     "wide": (10.4, 4.5),
     "narrow": (4.4, 4.3),
@@ -64,11 +65,11 @@ def publish(
     *,
     shape: str = "panel",
     height: float | None = None,
-    legend: Sequence[tuple[str, str]] = (),
+    legend: Legend = (),
 ) -> FigureView:
     """Draw a chart, write `<name>.png` and `<name>.svg` to `folder`, return it for the page.
 
-    `legend` holds (label, colour) pairs; the page has a legend of its own, so only the files show it.
+    `legend` is what stands below the files' charts; the page has a legend of its own, so only the files show it.
     """
 
     def sized(kind: str) -> tuple[float, float]:
@@ -89,8 +90,13 @@ def publish(
         if legend:
             from matplotlib.lines import Line2D
 
-            handles = [Line2D([], [], color=colour, lw=3, label=plain(text)) for text, colour in legend]
-            figure.legend(handles=handles, loc="outside lower left", ncols=min(4, len(handles)))
+            handles = [
+                Line2D([], [], color=colour, ls=style, lw=2.4, label=plain(text))
+                for text, colour, style in legend
+            ]
+            figure.legend(
+                handles=handles, loc="outside lower left", ncols=min(4, len(handles)), handlelength=3.2
+            )
         for suffix, options in (("png", {"dpi": 200}), ("svg", {"metadata": {"Date": None}})):
             with atomic_path(folder / f"{name}.{suffix}") as temporary:
                 figure.savefig(temporary, format=suffix, **options)

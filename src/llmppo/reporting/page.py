@@ -189,7 +189,7 @@ def _curves(
     variants: Sequence[VariantSummary],
     baselines: Baselines,
     folder: Path,
-    legend: Sequence[tuple[str, str]],
+    legend: figures.Legend,
 ) -> tuple[figures.FigureView | None, list[figures.FigureView]]:
     """The learning curve by iteration, and by what iterations cost: episodes only where chains differ in them."""
     if not any(variant.curve for variant in variants):
@@ -215,7 +215,7 @@ def _curves(
 
 
 def _turn_view(
-    variants: Sequence[VariantSummary], decoding: str, folder: Path, legend: Sequence[tuple[str, str]]
+    variants: Sequence[VariantSummary], decoding: str, folder: Path, legend: figures.Legend
 ) -> figures.FigureView | None:
     means = rewards_by_turn(variants, decoding)
     if not means:
@@ -223,7 +223,7 @@ def _turn_view(
     return figures.publish(
         "reward_by_turn",
         "Reward by turn",
-        "Mean over the evaluation episodes that played the turn: dotted before training, solid after it.",
+        "Mean over the evaluation episodes that played the turn: thin and dotted before training, thick after it.",
         figures.by_turn(means, "reward of the turn"),
         folder,
         legend=legend,
@@ -233,7 +233,7 @@ def _turn_view(
 def _time_view(
     minutes: Mapping[str, Mapping[str, float]], stages: Sequence[str], folder: Path
 ) -> figures.FigureView:
-    legend = [(stage, theme.stage_colour(place)) for place, stage in enumerate(stages)]
+    legend = [(stage, theme.stage_colour(place), "solid") for place, stage in enumerate(stages)]
     height = 1.15 + 0.42 * len(minutes)
     draw = figures.stage_bars(minutes, stages)
     return figures.publish(
@@ -256,7 +256,7 @@ def build_page(
     folder = page.parent / "figures"
     chains = [chain for variant in variants for chain in variant.chains]
     several = len(variants) > 1
-    legend = [(v.name, theme.series_colour(v.place)) for v in variants] if several else []
+    legend = [(v.name, theme.series_colour(v.place), theme.series_dash(v.place)) for v in variants if several]
     whole_jobs, minutes = stage_minutes({v.name: v.chains for v in variants})
     stages = list(dict.fromkeys(stage for row in minutes.values() for stage in row))
     shared = stage_times([], [results.parent / "shared"])
@@ -300,6 +300,7 @@ def build_page(
         signed=signed,
         interval=interval,
         interval_kind=interval_kind,
+        swatch=theme.swatch,
     )
 
 

@@ -176,7 +176,7 @@ GROUPS: dict[str, tuple[Panel, ...]] = {
 
 
 def draw_panels(
-    variants: Sequence[VariantSummary], folder: Path, legend: Sequence[tuple[str, str]]
+    variants: Sequence[VariantSummary], folder: Path, legend: figures.Legend
 ) -> dict[str, list[figures.FigureView]]:
     """Group title to its charts; files go to `folder`."""
     recorded = {name for v in variants for c in v.chains for record in c.updates for name in record.metrics}

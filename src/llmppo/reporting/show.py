@@ -81,7 +81,7 @@ def rollouts(chain: Path, iteration: int | None) -> list[Shown]:
     episodes = read_episodes(sorted((folder / "rollouts").glob("*.parquet")))
     worth = _worth(chain / "iterations" / folder.name / "advantages.parquet", episodes)
     return [
-        Shown(episode, worth.get(episode.spec.episode_id), f"iteration {int(folder.name)}")
+        Shown(episode, worth.get(episode.spec.episode_id), f"{_name(chain)} · iteration {int(folder.name)}")
         for episode in episodes
     ]
 
@@ -95,8 +95,14 @@ def evaluation(chain: Path, iteration: int | None, decoding: str | None) -> list
     name = decoding or ("sampled" if "sampled" in files else next(iter(files)))
     if name not in files:
         raise ConfigError(f"{folder} has no `{name}` episodes; there are: {', '.join(files)}")
-    origin = f"evaluation {int(folder.name)}, {name}"
+    origin = f"{_name(chain)} · evaluation {int(folder.name)}, {name}"
     return [Shown(episode, None, origin) for episode in read_episodes(files[name])]
+
+
+def _name(chain: Path) -> str:
+    """Variant and seed of a chain's folder, `main, seed 0`."""
+    folder = chain.resolve()
+    return f"{folder.parent.name}, {folder.name.replace('-', ' ')}"
 
 
 def _iteration(folder: Path, iteration: int | None, pattern: str) -> Path:

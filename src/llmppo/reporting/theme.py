@@ -31,7 +31,7 @@ PALETTE = {
 }
 LIGHT = {role: colours[0] for role, colours in PALETTE.items()}
 SERIES, STAGES = 6, 6
-DASHES = ("solid", (0, (5, 2)), (0, (2, 1.5)))
+DASHES = ("solid", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 1.5, 1.5, 1.5)))  # on and off, in line widths
 
 STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",
@@ -77,8 +77,20 @@ def series_colour(place: int) -> str:
 
 
 def series_dash(place: int) -> Any:
-    """Line style of the n-th variant: colours repeat after six, dashes then tell variants apart."""
-    return DASHES[place // SERIES % len(DASHES)]
+    """Line style of the n-th variant: neighbours differ, so that equal curves show each other, and so do those of one colour."""
+    return DASHES[(place + place // SERIES) % len(DASHES)]
+
+
+def swatch(place: int) -> str:
+    """The n-th variant's line in a page's legend, as SVG."""
+    dash = series_dash(place)
+    pattern = (
+        "" if dash == "solid" else f' stroke-dasharray="{" ".join(f"{2 * length:g}" for length in dash[1])}"'
+    )
+    return (
+        '<svg class="swatch" viewBox="0 0 34 4" aria-hidden="true">'
+        f'<path d="M0 2h34" stroke="var(--series-{place % SERIES})" stroke-width="3"{pattern}/></svg>'
+    )
 
 
 def stage_colour(place: int) -> str:
