@@ -13,9 +13,10 @@ from typing import Any
 
 from llmppo.layout import ChainLayout
 from llmppo.plan import Plan
-from llmppo.snakelog import SnakemakeLog
+from llmppo.snakelog import Job, SnakemakeLog
 
 HEARTBEAT_S = 60.0
+WARM_START = "warm start "  # how the lines of `models.warm_start` begin
 RECENT = 30  # finished iterations that the time left is estimated from
 
 
@@ -33,6 +34,14 @@ def _metrics(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
         return {}
+
+
+def warm_start_progress(job: Job) -> str | None:
+    """The last line of a `base_model` job's log about its warm start: step, loss, time left."""
+    if job.rule != "base_model" or job.log is None or not job.log.is_file():
+        return None
+    lines = job.log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line for line in reversed(lines) if line.startswith(WARM_START)), None)
 
 
 def _paths(chain: ChainLayout, iterations: int) -> list[Path]:
@@ -143,10 +152,11 @@ class Progress:
         return f", {duration(max(remaining * pace - waited, 0))} left"
 
     def running(self) -> str:
-        """`rollout (2), update`: the stages at work."""
+        """`rollout (2), update`: the stages at work, and how far warm starts are, which no metrics file tells."""
         rules = sorted(job.rule for job in self.log.running.values())
         counts = {rule: rules.count(rule) for rule in rules}
-        return ", ".join(f"{rule} ({count})" if count > 1 else rule for rule, count in counts.items())
+        words = [f"{rule} ({count})" if count > 1 else rule for rule, count in counts.items()]
+        return ", ".join([*words, *filter(None, map(warm_start_progress, self.log.running.values()))])
 
 
 class Lines:

@@ -9,7 +9,7 @@ import pytest
 from llmppo import progress
 from llmppo.experiment import parse_experiment
 from llmppo.plan import Plan
-from llmppo.progress import ChainProgress, Progress, duration
+from llmppo.progress import ChainProgress, Lines, Progress, duration
 from llmppo.snakelog import SnakemakeLog
 
 LOG = """\
@@ -61,6 +61,25 @@ def test_a_log_tells_running_done_and_failed_jobs(tmp_path: Path) -> None:
     assert str(failed) == "update (variant=main, seed=0, iteration=0002)"
     assert failed.log == Path("results/tiny/main/seed-0/logs/update/0002.log")
     assert log.running == {}
+
+
+def test_a_warm_start_is_told_where_output_goes_to_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the first iteration, by what the job's own log says last."""
+    config = parse_experiment({"name": "x", "results": str(tmp_path), "base_model": {"kind": "tiny"}})
+    own, path = tmp_path / "base.log", tmp_path / "snakemake.log"
+    path.write_text(f"rule base_model:\n    log: {own}\n    jobid: 4\n")
+    progress = Progress(Plan(config), SnakemakeLog(path))
+    progress.poll()
+    assert progress.running() == "base_model"
+    own.write_text(
+        "warm start 79/3000, loss 0.673, 113 s left\nwarm start 151/3000, loss 0.620, 90 s left\nother words\n"
+    )
+    monkeypatch.setattr("llmppo.progress.HEARTBEAT_S", -1.0)
+    Lines(progress).update()
+    told = capsys.readouterr().err
+    assert told == "0 of ? steps done, running: base_model, warm start 151/3000, loss 0.620, 90 s left\n"
 
 
 @pytest.fixture
