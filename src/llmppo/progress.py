@@ -1,6 +1,5 @@
 """How far an experiment is, read from its metrics files, as lines in a log or bars on a terminal."""
 
-import json
 import os
 import sys
 import time
@@ -11,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmppo.errors import ArtefactError
+from llmppo.files import read_json
 from llmppo.layout import ChainLayout
 from llmppo.plan import Plan
 from llmppo.snakelog import Job, SnakemakeLog
@@ -29,10 +30,12 @@ def duration(seconds: float) -> str:
 
 
 def _metrics(path: Path) -> dict[str, Any]:
-    """A metrics file that may vanish while Snakemake redoes it."""
+    """A metrics file that may vanish while Snakemake redoes it. Raises ArtefactError for a damaged one."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+        return read_json(path)
+    except ArtefactError:
+        if path.exists():
+            raise
         return {}
 
 
@@ -90,7 +93,11 @@ class ChainProgress:
 
     def _read(self, iteration: int) -> None:
         index = iteration - 1
-        content = _metrics(self.files[index]) or _metrics(self.unfinished[index])
+        try:
+            content = _metrics(self.files[index]) or _metrics(self.unfinished[index])
+        except ArtefactError:
+            self.scores = "metrics are damaged or edited: `llmppo verify` tells the way out"
+            return
         metrics = content.get("metrics", {})
         if "stopped_at" in content:
             self.stopped, self.scores = (

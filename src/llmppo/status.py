@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from llmppo.errors import LlmppoError
-from llmppo.ownership import hold, holder
+from llmppo.ownership import check_home, hold, holder
 from llmppo.plan import Plan
 from llmppo.progress import Progress
 from llmppo.run import snakemake_command
@@ -47,7 +47,11 @@ class Status:
 
 
 def experiment_status(values: dict[str, Any], plan: Plan, snakefile: Path) -> Status:
-    """Look at the files, at the last run's log, and at what Snakemake would do. Raises LlmppoError."""
+    """Look at the files, at the last run's log, and at what Snakemake would do.
+
+    Raises LlmppoError, also for results that were made elsewhere.
+    """
+    check_home(plan.layout.results)
     logs = sorted((Path(plan.layout.root) / "logs").glob("snakemake-*.log"))
     log = SnakemakeLog(logs[-1]) if logs else SnakemakeLog(Path(plan.layout.root) / "absent.log")
     status = Status(Progress(plan, log))

@@ -8,6 +8,7 @@ import pytest
 
 from llmppo import progress
 from llmppo.experiment import parse_experiment
+from llmppo.files import write_sealed
 from llmppo.plan import Plan
 from llmppo.progress import ChainProgress, Lines, Progress, duration
 from llmppo.snakelog import SnakemakeLog
@@ -136,6 +137,17 @@ def test_iterations_of_a_job_of_several_are_told_as_they_end(chain: ChainProgres
         source.rename(target)
         os.utime(target, (9, 9))  # as Snakemake does with outputs older than inputs
     assert (resumed.done, list(resumed.advance())) == (2, [])
+
+
+def test_damaged_metrics_are_not_shown_as_scores(chain: ChainProgress) -> None:
+    metrics = {"rollout/reward_mean": 0.25, "rollout/success_rate": 0.5}
+    write_sealed(chain.files[0], {"iteration": 1, "metrics": metrics})
+    assert ChainProgress("main", 0, chain.files, chain.unfinished).scores == "reward 0.25, success 0.50"
+    for damage in (("0.25", "0.75"), ("{", "")):
+        write_sealed(chain.files[0], {"iteration": 1, "metrics": metrics})
+        chain.files[0].write_text(chain.files[0].read_text().replace(*damage))
+        damaged = ChainProgress("main", 0, chain.files, chain.unfinished)
+        assert damaged.scores.startswith("metrics are damaged or edited")
 
 
 def test_a_stopped_chain_is_told_once_and_has_nothing_left(chain: ChainProgress) -> None:
