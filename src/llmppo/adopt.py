@@ -1,7 +1,7 @@
 """`llmppo adopt`: results that were moved or copied go on from this working directory.
 
 Snakemake's notes on what made a file stay behind in the `.snakemake` of the old directory, and a copy may have lost
-the order of its files' times. So all that exists is noted anew, by Snakemake itself, as made with the config given.
+the order of its files' times. MLflow's store names the old folder for its artefacts. So all that exists is noted anew, by Snakemake itself, as made with the config given.
 Each chain holds its config: where that is another one, nothing is noted.
 """
 
@@ -20,6 +20,7 @@ from llmppo.files import read_sealed_text
 from llmppo.ownership import HELD, hold, refusal, settle
 from llmppo.plan import Plan
 from llmppo.run import snakemake_command
+from llmppo.tracking.relocate import bring_artefacts_along
 
 
 def adopt(values: dict[str, Any], plan: Plan, snakefile: Path) -> int:
@@ -44,6 +45,8 @@ def adopt(values: dict[str, Any], plan: Plan, snakefile: Path) -> int:
         if lock is None:
             raise LlmppoError(refusal(plan.layout.results, plan.layout.lock))
         settle(plan.layout.results)
+        if (database := Path(plan.layout.mlflow_database)).is_file():
+            bring_artefacts_along(database)
         _note_all(values, plan, snakefile)
     return len(chains)
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from llmppo.config import ExperimentConfig
+from llmppo.errors import LlmppoError
 from llmppo.experiment import variant_config
 from llmppo.files import read_json
 from llmppo.layout import ui_command
@@ -26,6 +27,7 @@ from llmppo.testing.results import game_config, write_chain, write_results
 from llmppo.testing.servers import free_port, wait_for
 from llmppo.tracking.content import MAX_PARAM, chain_entries, config_hash, flatten, legal
 from llmppo.tracking.mirror import Mirror, connect, digest_tags, digests_in, initialise, sqlite_path
+from llmppo.tracking.relocate import bring_artefacts_along
 
 
 class Study:
@@ -119,6 +121,38 @@ def test_tags_params_and_artefacts_tell_where_the_run_comes_from(
         "export/adapter",
     }
     assert str(study.database.parent / "mlartifacts") in run.info.artifact_uri
+
+
+def test_a_copied_store_keeps_its_artefacts_in_its_own_folder(tmp_path: Path, store: Path) -> None:
+    (tmp_path / "mlartifacts" / "old").mkdir(parents=True)
+    study = Study(tmp_path / "mlartifacts" / "old", store, reached=2)
+    run_id = study.track()["run_id"]
+    new = tmp_path / "new place"
+    shutil.copytree(study.database.parent, new)
+    shutil.rmtree(study.database.parent)
+    bring_artefacts_along(new / "mlflow.db")
+    client = connect(f"sqlite:///{new}/mlflow.db")
+    run = client.get_run(run_id)
+    place = (new / "mlartifacts" / "guess-number").as_uri()
+    assert run.info.artifact_uri == f"{place}/{run_id}/artifacts"
+    assert client.get_experiment(run.info.experiment_id).artifact_location == place
+    config = study.run_dir.relative_to(study.database.parent) / "config.yaml"
+    downloaded = client.download_artifacts(run_id, "config.yaml")
+    assert Path(downloaded).read_bytes() == (new / config).read_bytes()
+    code = f"from llmppo.tracking.mirror import connect; connect({f'sqlite:///{new}/mlflow.db'!r}).log_text({run_id!r}, 'more', 'more.txt')"
+    subprocess.run(
+        [sys.executable, "-c", code], check=True
+    )  # a client remembers where a run's artefacts were
+    assert (new / "mlartifacts" / "guess-number" / run_id / "artifacts" / "more.txt").is_file()
+    assert not study.database.parent.exists()
+    bring_artefacts_along(new / "mlflow.db")
+    assert client.get_run(run_id).info.artifact_uri == run.info.artifact_uri
+
+
+def test_a_store_that_is_no_database_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").write_text("no database at all, whatever its name says")
+    with pytest.raises(LlmppoError, match=r"mlflow\.db can't be used as MLflow's store"):
+        bring_artefacts_along(tmp_path / "mlflow.db")
 
 
 def test_sample_transcripts_load_as_an_mlflow_table(

@@ -278,9 +278,15 @@ def test_moved_or_copied_results_go_on(finished: Bench, tmp_path: Path, what: st
     assert refused.returncode == 1
     assert f"results was made from {finished.folder}" in refused.stderr
     assert "llmppo adopt" in refused.stderr
+    told = new.llmppo("status", check=False)
+    assert told.stderr.startswith(f"llmppo status: error: {new.results.name} was made from {finished.folder}")
     other = new.llmppo("adopt", "--set", "ppo.clip_coef=0.1", "--set", "iterations=4", check=False)
     assert other.returncode == 1
     assert "was made with other values of iterations, ppo.clip_coef" in other.stderr
+    store = new.results / "mlflow.db"
+    store.write_text("no store of MLflow's, whose artefacts could come along")
+    assert "mlflow.db can't be used" in new.llmppo("adopt", check=False).stderr
+    store.unlink()
     assert "2 of 2 chains" in new.llmppo("adopt").stdout
     assert planned(new) == NOTHING
     new.write_config(iterations=4)
