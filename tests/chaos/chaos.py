@@ -91,6 +91,7 @@ def main() -> int:
     parser.add_argument("--sample", action="store_true", help="a few faults of every kind")
     parser.add_argument("--kind", action="append", help="only kinds whose name contains this; repeatable")
     parser.add_argument("--case", type=int, help="only this case of each kind")
+    parser.add_argument("--cases", type=int, help="so many cases of each kind, not its own number")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=40, help="after which no further case begins")
     parser.add_argument("--lanes", type=int, default=2, help="processes of the harness, a core each")
@@ -101,7 +102,7 @@ def main() -> int:
         for name, kind in KINDS.items()
         if not arguments.kind or any(part in name for part in arguments.kind)
         for number in (
-            range(kind.sample if arguments.sample else kind.cases)
+            range(arguments.cases or (kind.sample if arguments.sample else kind.cases))
             if arguments.case is None
             else [arguments.case]
         )
