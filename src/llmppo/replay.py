@@ -57,13 +57,10 @@ def replayed(
         raise ConfigError(f"--name {name}: {results} has a variant of that name, which is no replay")
     values = {**values, "variants": {**variants, name: overrides}}
     plan = Plan(parse_experiment(values, f"{results}, replayed"))
-    due = [
-        (rule, why) for rule, why in jobs_due(dry_run(values, find_snakefile())) if rule.startswith(SAMPLING)
-    ]
+    due = [job for job in jobs_due(dry_run(values, find_snakefile())) if job.rule.startswith(SAMPLING)]
     if due:
-        rule, why = due[0]
         raise ConfigError(
-            f"{results} is not finished, or what made it changed: {len(due)} sampling jobs would run ({rule}: {why}). Finish it by `llmppo run` first"
+            f"{results} is not finished, or what made it changed: {len(due)} sampling jobs would run ({due[0].rule}: {due[0].why}). Finish it by `llmppo run` first"
         )
     return values, plan, name
 

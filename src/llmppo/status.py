@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 REASON = re.compile(r"    reason: (.*)")
+WILDCARDS = re.compile(r"    wildcards: (.*)")
+BLOCK = re.compile(r"iterations_(\d+)_")
 # Snakemake's reasons, which name files, in our words.
 REASONS = {
     "Missing output files": "never ran, or its files were deleted",
@@ -34,6 +36,10 @@ REASONS = {
     "Output files have to be generated": "its files are incomplete",
     "Incomplete files": "it was interrupted",
 }
+NOT_YET = [
+    REASONS[kind]
+    for kind in ("Missing output files", "Output files have to be generated", "Incomplete files")
+]
 
 
 @dataclass
@@ -42,6 +48,9 @@ class Status:
 
     progress: Progress
     due: Counter[tuple[str, str]] = field(default_factory=Counter)
+    stale: dict[str, int] = field(
+        default_factory=dict
+    )  # chain to the first of its iterations that is run again
     running: str | None = None  # who holds the results
     failed: list[str] = field(default_factory=list)
 
@@ -64,7 +73,16 @@ def experiment_status(values: dict[str, Any], plan: Plan, snakefile: Path) -> St
         log.running.clear()  # of a run that was killed
     status.failed = [f"{job}, log: {job.log}" for job in log.failed]
     if status.running is None:
-        status.due = Counter(jobs_due(dry_run(values, snakefile)))
+        jobs = list(jobs_due(dry_run(values, snakefile)))
+        status.due = Counter((job.rule, job.why) for job in jobs)
+        for chain in status.progress.chains:
+            again = [
+                job.iteration
+                for job in jobs
+                if job.chain == chain.name and job.iteration is not None and job.why not in NOT_YET
+            ]
+            if again and min(again) <= chain.done:
+                status.stale[chain.name] = min(again)
     return status
 
 
@@ -85,16 +103,43 @@ def dry_run(values: dict[str, Any], snakefile: Path) -> str:
     return ran.stdout
 
 
-def jobs_due(text: str) -> Iterator[tuple[str, str]]:
-    """(rule, why) of each job in the output of a dry run."""
-    rule = ""
-    for line in text.splitlines():
+@dataclass(frozen=True)
+class Due:
+    """A job that would run; `chain` is the name of its chain, and `iteration` the first that it makes of it."""
+
+    rule: str
+    why: str
+    chain: str | None = None
+    iteration: int | None = None
+
+
+def jobs_due(text: str) -> Iterator[Due]:
+    """The jobs in the output of a dry run."""
+    rule = reason = ""
+    for line in [*text.splitlines(), ""]:
         if match := START.fullmatch(line):
-            rule = match[1]
+            rule = "" if match[1] == "all" else match[1]
         elif rule and (match := REASON.match(line)):
-            if rule != "all":
-                yield rule, why(match[1])
-            rule = ""
+            reason = why(match[1])
+        elif rule and reason and not line.startswith("    "):
+            yield Due(rule, reason)
+            rule = reason = ""
+        elif rule and reason and (match := WILDCARDS.match(line)):
+            named = dict(part.split("=", 1) for part in match[1].split(", "))
+            chain = (
+                f"{named['variant']} seed {named['seed']}" if {"variant", "seed"} <= named.keys() else None
+            )
+            yield Due(rule, reason, chain, _first_iteration(rule, named.get("iteration")))
+            rule = reason = ""
+
+
+def _first_iteration(rule: str, iteration: str | None) -> int | None:
+    """The first iteration whose numbers a job makes; None for a job that makes none."""
+    if rule == "critic_warmup":
+        return 1
+    if match := BLOCK.match(rule):
+        return int(match[1])
+    return int(iteration) if rule in ("rollout", "update", "replay") and iteration is not None else None
 
 
 def why(reason: str) -> str:
@@ -111,7 +156,10 @@ def show_status(console: "Console", plan: Plan, status: Status) -> None:
     console.print(plan.summary())
     table = Table("chain", "iterations", "last", box=None, header_style="bold")
     for chain in status.progress.chains:
-        table.add_row(chain.name, f"{chain.done} of {len(chain.files)}", chain.scores or "not begun")
+        last = chain.scores or "not begun"
+        if chain.name in status.stale:
+            last = f"stale from iteration {status.stale[chain.name]} on, which run again; was {last}"
+        table.add_row(chain.name, f"{chain.done} of {len(chain.files)}", last)
     console.print(table)
     if status.running is not None:
         at_work = status.progress.running()

@@ -166,6 +166,21 @@ def test_a_failing_stage_is_named_with_its_log(bench: Bench) -> None:
     assert "update 2 never ran, or its files were deleted" in told
 
 
+def test_status_calls_numbers_stale_that_an_edit_takes_back(bench: Bench) -> None:
+    """Not those that a longer run only adds to."""
+
+    def told(*arguments: str) -> str:
+        return " ".join(bench.llmppo("status", *arguments).stdout.split())
+
+    bench.write_config(seeds=[0])
+    bench.run()
+    assert "stale" not in told()
+    assert "stale" not in told("--set", "iterations=5")
+    assert "main seed 0 3 of 3 stale from iteration 1 on, which run again; was" in told(
+        "--set", "ppo.clip_coef=0.1"
+    )
+
+
 def test_stages_get_the_configured_threads_whatever_the_cores(bench: Bench) -> None:
     bench.write_config(seeds=[0], iterations=1, resources={"update": {"threads": 2}})
     bench.run(cores=1)
