@@ -4,6 +4,7 @@
 `llmppo.stages.<name>` and calls its `run(settings, **options)`.
 """
 
+import faulthandler
 import json
 import os
 import resource
@@ -110,6 +111,9 @@ def run_stage(
     name = f"llmppo {stage.replace('_', '-')}"
     try:
         terminal = redirect_output(log) if log else None
+        faulthandler.enable(
+            2
+        )  # a crash of native code, as of an environment, tells the Python lines that led there
         values = read_settings(settings, stage, variant)
         if values.get("ranks", 1) > 1 and not is_rank():
             failed = run_ranks(values["ranks"], sys.argv[1:])

@@ -1,15 +1,18 @@
 """Environments that hang, raise or leave their protocol: the episode pays, never the run, and timing never shows."""
 
+import json
 import random
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from llmppo.config import EnvironmentLimits
+from llmppo.config import EnvConfig, EnvironmentLimits
 from llmppo.engines.hf import HFEngine, hf_forward
 from llmppo.envs.harness import RolloutHarness
 from llmppo.envs.pool import EnvironmentPool
@@ -323,3 +326,18 @@ def test_a_hanging_environment_does_not_keep_the_process_alive():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, "EnvironmentTimeout" in done.stdout) == (0, True), done.stderr
+
+
+def test_a_crash_of_native_code_tells_the_line(tmp_path: Path) -> None:
+    (tmp_path / "crashing.py").write_text(
+        "import ctypes\nclass Game:\n    def reset(self): ...\n    def step(self, action): ...\n"
+        "    def references(self):\n        return ctypes.string_at(0)\n"
+    )
+    settings = {"env": EnvConfig(factory="crashing:Game").model_dump(mode="json"), "dataset_present": False}
+    command = [
+        str(Path(sys.executable).with_name("llmppo")), "baselines", "--settings", json.dumps(settings),
+        "--out", "baselines.json", "--log", "baselines.log",
+    ]  # fmt: skip
+    ended = subprocess.run(command, cwd=tmp_path, check=False)
+    assert ended.returncode == -signal.SIGSEGV
+    assert 'crashing.py", line 6 in references' in (tmp_path / "baselines.log").read_text()
