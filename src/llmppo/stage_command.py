@@ -111,9 +111,8 @@ def run_stage(
     name = f"llmppo {stage.replace('_', '-')}"
     try:
         terminal = redirect_output(log) if log else None
-        faulthandler.enable(
-            2
-        )  # a crash of native code, as of an environment, tells the Python lines that led there
+        # Native code that crashes, as an environment's may, tells the Python lines that led there.
+        faulthandler.enable(2)
         values = read_settings(settings, stage, variant)
         if values.get("ranks", 1) > 1 and not is_rank():
             failed = run_ranks(values["ranks"], sys.argv[1:])

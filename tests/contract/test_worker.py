@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -211,12 +212,20 @@ def test_a_child_that_ignores_an_interrupt_is_killed(workflow: Workflow) -> None
     wait_for(lambda: len(workflow.workers()) == 1)
 
 
-def test_a_child_that_is_killed_fails_its_stage(workflow: Workflow) -> None:
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (signal.SIGKILL, "killed by SIGKILL. If nobody did, memory ran out"),
+        (signal.SIGSEGV, r"native code crashed \(SIGSEGV\); the log has"),
+        (signal.SIGUSR1, "killed by SIGUSR1$"),
+    ],
+)
+def test_a_child_that_is_killed_fails_its_stage(workflow: Workflow, sent: signal.Signals, said: str) -> None:
     child = asleep(workflow)
-    os.kill(max(workflow.workers()), signal.SIGKILL)
+    os.kill(max(workflow.workers()), sent)
     _, errors = child.communicate(timeout=30)
-    assert child.returncode == 128 + signal.SIGKILL
-    assert "SIGKILL" in errors
+    assert child.returncode == 128 + sent
+    assert re.search(said, errors, re.MULTILINE)
 
 
 def test_a_killed_worker_takes_its_children_along_and_is_replaced(workflow: Workflow) -> None:

@@ -27,6 +27,8 @@ SINGLE_THREADED = {"HF_DEACTIVATE_ASYNC_LOAD": "1", "JE_ARROW_MALLOC_CONF": "bac
 START_S = 120.0
 INTERRUPT_S = 3.0  # for an interrupted stage to end by itself
 ACCEPT_S = 120.0  # a base model may have to be loaded before the fork
+# Signals that the kernel or the C library sends to a process for what it did itself.
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 
 
 def offered(stage: str, settings: str) -> bool:
@@ -135,11 +137,18 @@ def _request(connection: socket.socket, token: str, base: Path | None, arguments
         status = os.waitstatus_to_exitcode(ended["status"])
         if status < 0:
             print(
-                f"llmppo {arguments[0]}: error: its process was killed by {signal.Signals(-status).name}. "
-                f"If nobody did, memory ran out. {less_memory(arguments[0])}",
+                f"llmppo {arguments[0]}: error: {_end(signal.Signals(-status), arguments[0])}",
                 file=sys.stderr,
             )
         return status if status >= 0 else 128 - status
+
+
+def _end(by: signal.Signals, stage: str) -> str:
+    """Why a signal ended a stage's process, in words."""
+    if by in CRASHES:
+        return f"native code crashed ({by.name}); the log has the Python lines that led there"
+    words = f"its process was killed by {by.name}"
+    return f"{words}. If nobody did, memory ran out. {less_memory(stage)}" if by == signal.SIGKILL else words
 
 
 def _umask() -> int:
