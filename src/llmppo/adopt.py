@@ -1,8 +1,9 @@
 """`llmppo adopt`: results that were moved or copied go on from this working directory.
 
 Snakemake's notes on what made a file stay behind in the `.snakemake` of the old directory, and a copy may have lost
-the order of its files' times. MLflow's store names the old folder for its artefacts. So all that exists is noted anew, by Snakemake itself, as made with the config given.
-Each chain holds its config: where that is another one, nothing is noted.
+the order of its files' times. MLflow's store names the old folder for its artefacts. So all that exists is noted anew, by
+Snakemake itself, as made with the config given. Each chain holds its config, and `makers` what else made it: where that
+differs, nothing is noted.
 """
 
 import json
@@ -17,6 +18,7 @@ import yaml
 
 from llmppo.errors import ConfigError, LlmppoError
 from llmppo.files import read_sealed_text
+from llmppo.makers import require_one_maker
 from llmppo.ownership import HELD, hold, refusal, settle
 from llmppo.plan import Plan
 from llmppo.run import snakemake_command
@@ -27,7 +29,7 @@ def adopt(values: dict[str, Any], plan: Plan, snakefile: Path) -> int:
     """Take the results of `plan` over; returns how many chains there are. Nothing runs.
 
     `values` are the config's. Raises ConfigError naming keys that differ from those of a chain, LlmppoError where
-    there are no results, or a run is at work on them.
+    there are no results, other code or data made them, or a run is at work on them or was interrupted after an edit.
     """
     chains = [chain for chain in plan.chains if Path(plan.layout.config(*chain)).is_file()]
     if not chains:
@@ -41,6 +43,7 @@ def adopt(values: dict[str, Any], plan: Plan, snakefile: Path) -> int:
                 f"{file} was made with other values of {', '.join(keys)}; adopt with the config that made the results, "
                 "then change it: what depends on it runs again"
             )
+    require_one_maker(plan)
     with hold(Path(plan.layout.lock)) as lock:
         if lock is None:
             raise LlmppoError(refusal(plan.layout.results, plan.layout.lock))

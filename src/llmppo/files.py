@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from llmppo.errors import ArtefactError
 
 MANIFEST = "manifest.json"
+HASHED = 16 * 2**20
 SEAL = "sha256"  # key of a JSON file's own checksum
 SEAL_LINE = "# sha256 of the lines above: "  # last line of a text file with a checksum of its own
 
@@ -236,6 +237,22 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         _fsync_path(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def fingerprint(paths: Iterable[str]) -> str:
+    """Hash of what files hold, whatever their times: a file put back from a backup is older than what was made of another.
+
+    Of one above `HASHED` bytes, whose reading would be felt at each start, size and time count instead.
+    """
+    contents: list[Any] = []
+    for path in map(Path, paths):
+        if not path.is_file():
+            contents.append(None)  # Snakemake tells
+            continue
+        facts = path.stat()
+        small = facts.st_size <= HASHED
+        contents.append(sha256_file(path) if small else [facts.st_size, facts.st_mtime_ns])
+    return digest(contents)
 
 
 def files_of(path: str | os.PathLike[str]) -> list[Path]:

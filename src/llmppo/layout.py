@@ -78,6 +78,11 @@ class Layout:
         return f"{self.results}/mlflow.db"
 
     @property
+    def makers(self) -> str:
+        """What the chains were made with; no artefact of a job."""
+        return f"{self.root}/.makers.json"
+
+    @property
     def jobs(self) -> str:
         """Which iterations run as one job, once there are jobs of several."""
         return f"{self.root}/jobs.json"

@@ -22,7 +22,7 @@ from llmppo.config import (
 )
 from llmppo.errors import ConfigError
 from llmppo.experiment import variant_config
-from llmppo.files import MANIFEST, canonical_json, digest, files_of
+from llmppo.files import MANIFEST, canonical_json, digest, files_of, fingerprint
 from llmppo.grain import Block, partition, reached, record, recorded
 from llmppo.layout import Layout, shards
 from llmppo.ownership import near
@@ -222,6 +222,22 @@ class Plan:
         dataset = self.variants[variant].dataset
         given = [] if dataset is None else [path for path in (dataset.train, dataset.eval) if path]
         return [str(file) for path in given for file in files_of(path)]
+
+    def base_model_content(self, variant: str) -> str:
+        return fingerprint(self.base_model_sources(variant))
+
+    def dataset_content(self, variant: str) -> str:
+        return fingerprint(self.dataset_sources(variant))
+
+    def maker(self, variant: str, seed: int) -> str:
+        """Hash of all that a chain's numbers are made with: its config but for its length, code and data of the user's."""
+        config = json.loads(self.chain_file(variant, seed))["config"] | {"iterations": None}
+        codes = {
+            code.partition("-")[2] for (_, of), (_, code) in self._stages.items() if of in (variant, None)
+        }
+        return digest(
+            [config, sorted(codes), self.base_model_content(variant), self.dataset_content(variant)]
+        )
 
     # Jobs of one or of several iterations.
 

@@ -27,6 +27,7 @@ from llmppo.errors import NO_ROOM, ConfigError, LlmppoError
 from llmppo.experiment import merge, parse_experiment, read_values, twins
 from llmppo.files import write_text
 from llmppo.layout import ui_command
+from llmppo.makers import note_end
 from llmppo.ownership import HELD, check_home, hold, near, refusal, settle
 from llmppo.plain_values import read_yaml
 from llmppo.plan import Plan
@@ -312,6 +313,8 @@ def run_experiment(
             for fault in {full_disk(folder) for folder in (".", plan.layout.results)} - {None}:
                 _say(f"llmppo run: {fault}")
         else:
+            if not snakemake_args:
+                note_end(plan)
             if not reader.total:
                 _say("all of it was done before; nothing ran")
             click.echo(closing_words(plan))

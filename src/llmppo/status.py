@@ -26,7 +26,7 @@ WILDCARDS = re.compile(r"    wildcards: (.*)")
 BLOCK = re.compile(r"iterations_(\d+)_")
 # Snakemake's reasons, which name files, in our words.
 REASONS = {
-    "Missing output files": "never ran, or its files were deleted",
+    "Missing output files": "nothing made yet with these settings and this code, or it was deleted",
     "Params have changed since last execution": "its settings or the code behind it changed",
     "Code has changed since last execution": "its rule changed",
     "Updated input files": "a file that it reads is newer",

@@ -306,3 +306,51 @@ def test_moved_or_copied_results_go_on(finished: Bench, tmp_path: Path, what: st
         "config.yaml", "report.html", "rollouts.html", "summary.csv", "learning_curve.png", "tracking.json", "mlflow.html",
     } | {Path(name).name for name in changed if "/export/" in name}  # fmt: skip
     assert planned(new) == NOTHING
+
+
+def moved(bench: Bench, name: str) -> Bench:
+    """The working directory elsewhere, without Snakemake's notes."""
+    folder = bench.folder.with_name(f"{bench.folder.name} {name}")
+    shutil.copytree(bench.folder, folder, ignore=shutil.ignore_patterns(".snakemake"))
+    return replace(bench, folder=folder)
+
+
+def test_results_of_two_settings_are_not_adopted(bench: Bench) -> None:
+    """A run that is interrupted after an edit leaves files of both, and nothing in them tells which is which."""
+    bench.write_config(seeds=[0])
+    bench.run()
+    bench.write_config(seeds=[0], ppo={"clip_coef": 0.1})
+    bench.snakemake("--cores", "2", check=False, FAKE_STAGE_FAILS="update:1")
+    told = moved(bench, "too early").llmppo("adopt", check=False).stderr
+    assert "main/seed-0 was being made anew after an edit" in told
+    bench.llmppo("run")
+    assert "1 of 1 chains" in moved(bench, "finished").llmppo("adopt").stdout
+
+
+def test_results_of_other_code_or_data_are_not_adopted(bench: Bench) -> None:
+    game, rows = "class Game:\n    tries = {}\n", '{{"question": "{}", "answer": "b"}}\n'
+    (bench.folder / "game.py").write_text(game.format(1))
+    (bench.folder / "rows.jsonl").write_text(rows.format(1))
+    (bench.folder / "held_out.jsonl").write_text(rows.format(0))
+    data = {"train": "rows.jsonl", "eval": "held_out.jsonl"}
+    bench.write_config(seeds=[0], env={"factory": "game:Game"}, dataset=data)
+    bench.run()
+    for name, text in (("game.py", game), ("rows.jsonl", rows)):
+        elsewhere = moved(bench, name)
+        (elsewhere.folder / name).write_text(text.format(2))
+        told = elsewhere.llmppo("adopt", check=False).stderr
+        assert "main/seed-0 was made with other code of yours, or other data" in told
+        (elsewhere.folder / name).write_text(text.format(1))
+        assert "1 of 1 chains" in elsewhere.llmppo("adopt").stdout
+
+
+def test_data_that_an_older_file_replaces_is_noticed(bench: Bench) -> None:
+    rows = bench.folder / "rows.jsonl"
+    rows.write_text('{"question": "a", "answer": "b"}\n')
+    shutil.copy(rows, bench.folder / "held_out.jsonl")
+    bench.write_config(seeds=[0], dataset={"train": "rows.jsonl", "eval": "held_out.jsonl"})
+    bench.run()
+    assert planned(bench) == NOTHING
+    rows.write_text('{"question": "c", "answer": "d"}\n')
+    os.utime(rows, (1, 1))
+    assert "dataset" in planned(bench)

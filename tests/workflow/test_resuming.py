@@ -163,7 +163,7 @@ def test_a_failing_stage_is_named_with_its_log(bench: Bench) -> None:
     told = " ".join(bench.llmppo("status").stdout.split())
     assert "main seed 0 1 of 3" in told
     assert "failed in the last run: update (variant=main, seed=0, iteration=0002), log: results/tiny" in told
-    assert "update 2 never ran, or its files were deleted" in told
+    assert "update 2 nothing made yet with these settings and this code, or it was deleted" in told
 
 
 def test_status_calls_numbers_stale_that_an_edit_takes_back(bench: Bench) -> None:

@@ -111,7 +111,7 @@ class Bench:
             timed = (
                 "/logs/" in name
                 or "/benchmarks/" in name
-                or path.name in ("metrics.json", ".run.lock", ".home.json", "jobs.json")
+                or path.name in ("metrics.json", ".run.lock", ".home.json", ".makers.json", "jobs.json")
             )
             if path.is_file() and not timed and path.name != ".snakemake_timestamp":
                 found[name] = hashlib.sha256(path.read_bytes()).hexdigest()

@@ -27,6 +27,9 @@ rule base_model:
         ),
         code=lambda wildcards: PLAN.code("base_model", base_model_chain(wildcards)[0]),
         seed=lambda wildcards: PLAN.base_seed(*base_model_chain(wildcards)),
+        content=lambda wildcards: PLAN.base_model_content(
+            base_model_chain(wildcards)[0]
+        ),
     shell:
         "{params.env} exec llmppo base-model --settings {params.settings:q} --seed {params.seed}"
         " --out {output.manifest:q} --code {params.code} --log {log:q}"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from llmppo.experiment import parse_experiment, read_values
 from llmppo.errors import LlmppoError
+from llmppo.makers import note_start
 from llmppo.ownership import check_home, hold_for_good, in_use
 from llmppo.plan import Plan
 from llmppo.process import (
@@ -66,7 +67,8 @@ onstart:
     try:
         LOCK = hold_for_good(LAYOUT.lock, LAYOUT.results)
         PLAN.record_jobs()
-    except LlmppoError as error:
+        note_start(PLAN)
+    except (LlmppoError, OSError) as error:
         sys.exit(f"Error: {error}")
 
 

@@ -24,6 +24,7 @@ rule dataset:
             "dataset", dataset_variant(wildcards)
         ),
         code=lambda wildcards: PLAN.code("dataset", dataset_variant(wildcards)),
+        content=lambda wildcards: PLAN.dataset_content(dataset_variant(wildcards)),
     shell:
         "{params.env} exec llmppo dataset --settings {params.settings:q} --out {output.manifest:q}"
         " --code {params.code} --log {log:q}"
