@@ -24,7 +24,7 @@ NonNegative = Annotated[int, Field(ge=0), IsNumber]
 Most = Field(le=1_000_000)  # of what the plan of a run lists one by one
 Fraction = Annotated[float, Field(ge=0, le=1), IsNumber]
 Rate = Annotated[float, Field(ge=0), IsNumber]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)]
 
 
 class Section(BaseModel):
@@ -139,7 +139,7 @@ class DatasetConfig(Section):
 class EnvironmentLimits(Section):
     """What environments may take: time, attempts, threads."""
 
-    step_timeout_s: Annotated[float, Field(gt=0), IsNumber] | None = Field(
+    step_timeout_s: Annotated[float, Field(gt=0, le=1e9), IsNumber] | None = Field(
         60.0,
         description="Seconds that one reset or step may take; null is no limit. With `concurrency: 1` null also runs environments in the main thread, which those with signal handlers need.",
     )
@@ -567,7 +567,8 @@ class EvaluationConfig(Section):
         1.0, description="Temperature of sampled decoding."
     )
     seed: NonNegative = Field(
-        1_000_003, description="Seed of the evaluation tasks, the same for every policy, variant and seed."
+        1_000_003,
+        description="Seed of the evaluation tasks and of the sampling in them, the same for every policy, variant and seed: differences are sharper for it, and all scores share an error that no interval over seeds shows.",
     )
 
     @field_validator("decoding")

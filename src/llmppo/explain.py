@@ -13,7 +13,7 @@ MOST = 10  # faults that are told
 VARIANTS = (
     "such as `variants: {main: {}, narrow: {ppo: {clip_coef: 0.1}}}`, where {} is the experiment unchanged"
 )
-NAMES = "has letters, digits, `_`, `-` and `.`, and begins with a letter or digit"
+NAMES = "has at most 100 letters, digits, `_`, `-` and `.`, and begins with a letter or digit"
 
 
 def _resolve(location: tuple[Any, ...]) -> tuple[str, list[str]]:
@@ -72,8 +72,10 @@ def explain(error: ValidationError, source: str) -> ConfigError:
             message = "is required"
         elif location[-1:] == ("[key]",):
             key = ".".join(str(part) for part in location[:-2])
-            message = f"the name {_shown(location[-2])} can't be a folder; a name {NAMES}, {VARIANTS}"
-        elif location[0] == "variants" and fault["type"] in ("dict_type", "too_short"):
+            message = f"the name {_shown(location[-2])} is no text"
+            if key == "variants":
+                message = f"the name {_shown(location[-2])} can't be a folder; a name {NAMES}, {VARIANTS}"
+        elif location[:1] == ("variants",) and fault["type"] in ("dict_type", "too_short"):
             found = "nothing stands there" if fault["input"] is None else f"got {_shown(fault['input'])}"
             message = (
                 f"names with what each overrides ({found}), {VARIANTS}"

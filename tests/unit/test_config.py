@@ -146,8 +146,11 @@ def test_a_fault_in_a_variant_names_the_variant() -> None:
         (["main", "wide"], "variants: names with what each overrides (got ['main', 'wide'])"),
         (None, "variants: names with what each overrides (nothing stands there)"),
         ({}, "variants: names with what each overrides (got {})"),
-        ({"two words": {}}, "variants: the name 'two words' can't be a folder; a name has letters"),
-        ({"a/b": {}}, "variants: the name 'a/b' can't be a folder; a name has letters"),
+        (
+            {"two words": {}},
+            "variants: the name 'two words' can't be a folder; a name has at most 100 letters",
+        ),
+        ({"a/b": {}}, "variants: the name 'a/b' can't be a folder; a name has at most 100 letters"),
         ({"a": {"seeds": [3]}}, "variants.a.seeds: a variant may override base_model, "),
     ],
     ids=str,
@@ -161,6 +164,14 @@ def test_a_fault_in_the_form_of_variants_shows_the_right_one(variants: Any, faul
     )
     example = yaml.safe_load(text.partition("such as `")[2].partition("`")[0])
     parse_experiment({**TINY, **example})
+
+
+def test_faults_without_a_key_of_their_own_are_told() -> None:
+    told = message(ranks=2, iterations_per_job=5)
+    assert "(top level): ranks: a job of several iterations runs in one process" in told
+    assert message(env={"factory": "llmppo.envs.guess_number:GuessNumber", "kwargs": {1: 1}}).endswith(
+        "env.kwargs: the name 1 is no text"
+    )
 
 
 def test_an_override_outside_its_section_is_told_where_it_belongs() -> None:

@@ -238,14 +238,18 @@ def _messages(env: Any, episode: str, method: str, observation: Any) -> list[Mes
 
 def _reward(env: Any, episode: str, reward: Any) -> float:
     if not isinstance(reward, (numbers.Real, np.bool_)):
-        raise _fault(env, episode, f"step returned {reward!r} as reward; it is a finite number")
+        raise _fault(env, episode, f"step returned {reward!r} as reward; it must be a finite number")
     try:
         with np.errstate(over="ignore"):
             stored = float(np.float32(reward))
     except OverflowError:  # an integer of hundreds of digits
         stored = math.inf
     if not math.isfinite(stored):
-        raise _fault(env, episode, f"step returned a reward of {reward!r}; it is a finite number")
+        raise _fault(
+            env,
+            episode,
+            f"step returned a reward of {reward!r:.40}; it must be a finite number of at most 3.4e38",
+        )
     return stored
 
 

@@ -196,6 +196,8 @@ def results_tex(variants: Sequence[VariantSummary], comparisons: Sequence[Compar
         f"% [low, high]: 95 % interval, {' or '.join(over)}"
         if over
         else "% without intervals: nothing is evaluated yet",
+        "% all seeds play the same evaluation episodes with the same random draws; before and after share an error of",
+        "% these, which an interval over seeds leaves out; the difference hardly has it",
     ]
     if baseline is not None:
         notes += [
