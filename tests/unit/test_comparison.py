@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmppo.reporting.checks import run_checks
 from llmppo.reporting.comparison import FINAL, MEAN, area, compare, comparison_csv, results_tex
 from llmppo.reporting.results import Chain, Record
 from llmppo.reporting.statistics import paired_bootstrap
@@ -40,6 +41,17 @@ def test_differences_are_taken_within_a_seed() -> None:
     assert final.bootstrap == (pytest.approx(0.1), pytest.approx(0.1))
     assert (final.wins, final.losses) == (3, 0)
     assert (mean.measure, mean.difference.mean) == (MEAN, pytest.approx(0.05))
+
+
+def test_a_replay_is_marked_in_the_table_and_does_not_set_off_the_engine_check() -> None:
+    updates = (Record(1, None, {"rollout/logprob_gap_mean": 0.2, "replay/kl": 0.1}),)
+    again = replace(chain("again", 0, {0: 0.2, 4: 0.5}), updates=updates)
+    tex = results_tex(summarize([chain("main", 0, {0: 0.2, 4: 0.5}), again]), [])
+    assert "again (replay) & 1" in tex
+    assert "main & 1" in tex
+    assert run_checks([again]) == []
+    sampled = replace(again, updates=(Record(1, None, {"rollout/logprob_gap_mean": 0.2}),))
+    assert [check.title for check in run_checks([sampled]) if check.warn] == ["Log-prob gap"]
 
 
 def test_only_what_both_have_counts() -> None:

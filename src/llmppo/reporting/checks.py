@@ -98,7 +98,10 @@ def run_checks(chains: Sequence[Chain]) -> list[Check]:
     found = []
     for title, metric, look in CHECKS:
         outcomes = [
-            (chain, *look(list(values.values()))) for chain in chains if (values := chain.series(metric))
+            (chain, *look(list(values.values())))
+            for chain in chains
+            # A replay's trainer has to differ from what sampled; `replay/kl` tells by how much.
+            if (values := chain.series(metric)) and not (look is engine_gap and chain.replayed)
         ]
         if not outcomes:
             continue

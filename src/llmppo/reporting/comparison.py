@@ -204,6 +204,9 @@ def results_tex(variants: Sequence[VariantSummary], comparisons: Sequence[Compar
             f"% difference: after, minus that of `{baseline}`, within each seed, mean over the seeds",
             "% wins--losses: seeds in which the variant is better, worse",
         ]
+    replayed = {variant.name for variant in variants if any(chain.replayed for chain in variant.chains)}
+    if replayed:
+        notes.append("% (replay): learned from the stored rollouts of another variant, and sampled none")
     head = ["variant", "seeds", "before", "after", "difference", "wins--losses"]
     lines = [
         *notes,
@@ -215,7 +218,7 @@ def results_tex(variants: Sequence[VariantSummary], comparisons: Sequence[Compar
     for variant in variants:
         row = finals.get(variant.name)
         cells = [
-            _tex(variant.name),
+            _tex(variant.name) + (" (replay)" if variant.name in replayed else ""),
             str(len(variant.rows)),
             _tex_interval(variant.start),
             _tex_interval(variant.end),

@@ -51,6 +51,11 @@ class Chain:
         """Evaluations that measured something; those of passed-on policies may be empty."""
         return tuple(record for record in self.evaluations if "eval/success_rate" in record.metrics)
 
+    @property
+    def replayed(self) -> bool:
+        """Whether it learned from stored rollouts of another variant."""
+        return bool(self.series("replay/kl"))
+
     def series(self, metric: str) -> dict[int, float]:
         """Iteration to value, of an `eval/` metric from the evaluations, else from the updates."""
         records = self.evaluations if metric.startswith("eval/") else self.updates
