@@ -2,6 +2,7 @@
 
 import io
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from llmppo.cli import main
-from llmppo.reporting.show import changed, choose, colour, evaluation, rollouts, show
+from llmppo.reporting.show import chain_folder, changed, choose, colour, evaluation, rollouts, show
 from llmppo.trajectories.episode import Episode, EpisodeSpec, StopReason, Turn
 from llmppo.trajectories.parquet import write_episodes, write_update_columns
 
@@ -145,6 +146,16 @@ def test_what_is_not_there_is_named(experiment, arguments, fault):
     assert result.exit_code == 1
     assert fault in result.output
     assert CliRunner().invoke(main, ["show", str(experiment / "main" / "seed-0"), "-n", "1"]).exit_code == 0
+
+
+def test_folders_of_former_variants_come_after_those_of_the_config(experiment, tmp_path):
+    for name in ("former", "main"):
+        shutil.copytree(experiment / "main", tmp_path / name)
+    assert chain_folder(tmp_path, None, None).parent.name == "former"
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "experiment.yaml").write_text("variants: {main: {}}")
+    assert chain_folder(tmp_path, None, None).parent.name == "main"
+    assert chain_folder(tmp_path, "former", None).parent.name == "former"
 
 
 def test_folders_that_hold_no_chain_are_told_apart(experiment):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import yaml
 
 from llmppo.errors import ArtefactError, ConfigError
 from llmppo.reporting.results import sampling_chain
@@ -45,16 +46,29 @@ class Shown:
     origin: str
 
 
+def _variants(results: Path) -> list[str]:
+    """The variants of a reported experiment, in the order of its config; folders of former ones may lie beside theirs."""
+    recorded = results / "report" / "experiment.yaml"
+    return (
+        list(yaml.safe_load(recorded.read_text(encoding="utf-8"))["variants"]) if recorded.is_file() else []
+    )
+
+
 def chain_folder(results: Path, variant: str | None, seed: int | None) -> Path:
     """The folder `<variant>/seed-<seed>` of an experiment folder, of its first chain where they are left out.
 
-    A chain folder is taken as it is. Raises ConfigError naming the chains that there are.
+    Variants come in the order of the config. A chain folder is taken as it is. Raises ConfigError naming the chains that there are.
     """
     if results.name.startswith("seed-") and variant is None and seed is None:
         return results
+    order = _variants(results)
     chains = sorted(
         (path for path in results.glob("*/seed-*") if path.is_dir()),
-        key=lambda path: (path.parent.name, int(path.name.removeprefix("seed-"))),
+        key=lambda path: (
+            order.index(path.parent.name) if path.parent.name in order else len(order),
+            path.parent.name,
+            int(path.name.removeprefix("seed-")),
+        ),
     )
     for path in chains:
         if variant in (None, path.parent.name) and seed in (None, int(path.name.removeprefix("seed-"))):
