@@ -57,7 +57,7 @@ def llmppo(results: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     ("changes", "expected"),
     [
         ((), "nothing is left to do"),
-        (("iterations=4",), r"rollout +2 +never ran"),
+        (("iterations=4",), r"rollout +2 +nothing made yet"),
         (("ppo.clip_coef=0.3",), r"update +1 +its settings or the code behind it changed"),
         (("ppo.clip_coef=0.3",), r"rollout +4 +a job before it runs again"),
         (("seeds=[0, 1]",), "main seed 1 +0 of 3 +not begun"),
@@ -257,7 +257,7 @@ def test_a_changed_original_is_not_replayed(replayed: Path) -> None:
     config.write_text(kept)
     assert told.returncode == 1
     assert (
-        "is not finished, or what made it changed: 2 sampling jobs would run (rollout: never ran"
+        "is not finished, or what made it changed: 2 sampling jobs would run (rollout: nothing made yet"
         in told.stderr
     )
 
