@@ -56,7 +56,7 @@ def test_the_store_has_what_files_would_have(
     assert {stored[name] for name in shared} <= set(finished.hashes().values())
     # here lies only what belongs to the machine
     kept = {path.name for path in store.results.rglob("*") if path.is_file()}
-    assert kept <= {".home.json", ".run.lock", "jobs.json"}
+    assert kept <= {".home.json", ".makers.json", ".run.lock", "jobs.json"}
     if per_job == 1:
         assert store.planned(*STORE) == set()
         store.write_config(seeds=[0], evaluation={"every": 1})
