@@ -172,9 +172,10 @@ def require_planned(token: str, settings: Any) -> None:
     hashes = module_hashes(*sorted(callables_in(settings)), users=True)
     if digest(hashes) == planned:
         return
-    edited = {path.stat().st_mtime: path for name in hashes if (path := _source(name)) is not None}
-    last = f", last {edited[max(edited)]} at {time.strftime('%H:%M:%S', time.localtime(max(edited)))}"
+    times = {path: path.stat().st_mtime for name in hashes if (path := _source(name)) is not None}
+    edited = max(times, key=times.__getitem__, default=None)
+    last = f", last {edited} at {time.strftime('%H:%M:%S', time.localtime(times[edited]))}" if edited else ""
     raise ConfigError(
-        f"your code was edited after this run was planned{last if edited else ''}; nothing was made with it. The same "
-        "command plans again, with the code as it is then"
+        f"your code was edited after this run was planned{last}; nothing was made with it. The same command plans again, "
+        "with the code as it is then"
     )

@@ -188,6 +188,15 @@ def test_code_that_is_changed_once_it_was_imported_does_no_harm(
         require_planned(code, settings)
 
 
+def test_code_that_is_gone_differs_from_what_was_planned(write: Write, tmp_path: Path) -> None:
+    write("my_gone.py", "def reward(): ...\n")
+    settings = {"reward": "my_gone:reward"}
+    code = code_token("rollout", settings)
+    (tmp_path / "my_gone.py").unlink()
+    with pytest.raises(ConfigError, match="edited after this run was planned; nothing"):
+        require_planned(code, settings)
+
+
 def test_the_package_and_libraries_alone_have_no_part_of_the_users() -> None:
     for factory in ("llmppo.envs.guess_number:GuessNumber", "numpy.linalg:norm"):
         code = code_token("rollout", {"env": {"factory": factory}})
