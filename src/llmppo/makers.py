@@ -5,6 +5,7 @@ Those don't travel with the results, nor do the user's code and data. So each ch
 start, and when a whole run has ended only the last one stays.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from llmppo.errors import LlmppoError
@@ -17,22 +18,20 @@ def note_start(plan: Plan) -> None:
     noted = _read(plan)
     _write(
         plan,
-        {
-            name: [*(known for known in noted.get(name, []) if known != maker), maker]
-            for name, maker in _makers(plan).items()
-        },
+        noted,
+        {name: [*(m for m in noted.get(name, []) if m != maker), maker] for name, maker in _makers(plan)},
     )
 
 
 def note_end(plan: Plan) -> None:
     """All that `plan` wants is made, and with nothing else."""
-    _write(plan, {name: [maker] for name, maker in _makers(plan).items()})
+    _write(plan, _read(plan), {name: [maker] for name, maker in _makers(plan)})
 
 
 def require_one_maker(plan: Plan) -> None:
     """Raise LlmppoError where a chain holds files of other settings, or of other code or data, than those of `plan`."""
     noted = _read(plan)
-    for name, maker in _makers(plan).items():
+    for name, maker in _makers(plan):
         known = noted.get(name, [maker])
         way_out = f"or delete {plan.layout.root}/{name} to make it anew"
         if len(known) > 1:
@@ -47,18 +46,23 @@ def require_one_maker(plan: Plan) -> None:
             )
 
 
-def _makers(plan: Plan) -> dict[str, str]:
-    return {f"{variant}/seed-{seed}": plan.maker(variant, seed) for variant, seed in plan.chains}
+def _makers(plan: Plan) -> Iterator[tuple[str, str]]:
+    for variant, seed in plan.chains:
+        yield f"{variant}/seed-{seed}", plan.maker(variant, seed)
 
 
 def _read(plan: Plan) -> dict[str, list[str]]:
+    """Makers by chain; a chain whose folder somebody has deleted begins anew."""
     path = Path(plan.layout.makers)
     if not path.is_file():
         return {}
-    return {name: makers for name, makers in read_json(path).items() if isinstance(makers, list)}
+    return {
+        name: makers
+        for name, makers in read_json(path).items()
+        if isinstance(makers, list) and (path.parent / name).is_dir()
+    }
 
 
-def _write(plan: Plan, makers: dict[str, list[str]]) -> None:
-    noted = _read(plan)
+def _write(plan: Plan, noted: dict[str, list[str]], makers: dict[str, list[str]]) -> None:
     if noted != noted | makers:
         write_sealed(plan.layout.makers, noted | makers)
