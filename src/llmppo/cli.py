@@ -282,9 +282,10 @@ def validate(file: Path) -> None:
 
     experiment = load_experiment(file)
     import_callables(experiment)
-    for warning in twins(experiment):
+    plan = Plan(experiment)
+    for warning in twins(plan.variants):
         click.echo(warning, err=True)
-    click.echo(f"{file} is valid. {Plan(experiment).summary()}")
+    click.echo(f"{file} is valid. {plan.summary()}")
 
 
 @main.command()

@@ -19,6 +19,7 @@ def _no_truth_value(value: Any) -> Any:
 
 IsNumber = BeforeValidator(_no_truth_value)
 Number = Annotated[float, IsNumber]
+PositiveNumber = Annotated[float, Field(gt=0), IsNumber]
 Positive = Annotated[int, Field(ge=1), IsNumber]
 NonNegative = Annotated[int, Field(ge=0), IsNumber]
 Most = Field(le=1_000_000)  # of what the plan of a run lists one by one
@@ -190,7 +191,7 @@ class EnvConfig(EnvironmentLimits):
 class SamplingConfig(Section):
     """How replies are sampled."""
 
-    temperature: Annotated[float, Field(gt=0), IsNumber] = Field(
+    temperature: PositiveNumber = Field(
         1.0, description="Sampling temperature; the trainer's log-probs use the same."
     )
     top_p: Annotated[float, Field(gt=0, le=1), IsNumber] = Field(
@@ -198,7 +199,7 @@ class SamplingConfig(Section):
     )
     top_k: NonNegative = Field(0, description="Sample among the k likeliest tokens; 0 is off.")
     min_p: Fraction = Field(0.0, description="Probability cutoff relative to the likeliest token; 0 is off.")
-    repetition_penalty: Annotated[float, Field(gt=0), IsNumber] = Field(
+    repetition_penalty: PositiveNumber = Field(
         1.0, description="Penalty on tokens already in the transcript; 1 is off."
     )
     min_output_tokens: NonNegative | None = Field(None, description="Fewest sampled tokens of a reply.")
@@ -372,9 +373,7 @@ class PPOConfig(Section):
     )
     adam_betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="AdamW betas.")
     weight_decay: Rate = Field(0.0, description="AdamW weight decay.")
-    max_grad_norm: Annotated[float, Field(gt=0), IsNumber] = Field(
-        1.0, description="Gradient norm bound, per role."
-    )
+    max_grad_norm: PositiveNumber = Field(1.0, description="Gradient norm bound, per role.")
     share_grad_clip: bool = Field(False, description="Clip actor and critic by their common norm.")
     cosine_lr_schedule_config: CosineLRScheduleConfig | None = Field(
         None, description="Learning-rate schedule; the actor's starts after the critic warm-up."
@@ -386,7 +385,7 @@ class PPOConfig(Section):
     critic_gae_lambda: Fraction | None = Field(
         None, description="GAE lambda of the critic's returns; null takes `gae_lambda`."
     )
-    length_adaptive_lambda: Annotated[float, Field(gt=0), IsNumber] | None = Field(
+    length_adaptive_lambda: PositiveNumber | None = Field(
         None,
         description="alpha of lambda = 1 - 1/(alpha * N) on the token axis, N the row's action tokens; null is off.",
     )
@@ -419,7 +418,7 @@ class PPOConfig(Section):
     clip_coef: Annotated[float, Field(gt=0, lt=1), IsNumber] = Field(
         0.2, description="PPO clip range below 1 (and above, without `clip_coef_high`)."
     )
-    clip_coef_high: Annotated[float, Field(gt=0), IsNumber] | None = Field(
+    clip_coef_high: PositiveNumber | None = Field(
         None, description="Clip range above 1; null takes `clip_coef`."
     )
     dual_clip: Annotated[float, Field(gt=1), IsNumber] | None = Field(
@@ -437,10 +436,10 @@ class PPOConfig(Section):
     kl_placement: Literal["loss", "reward"] = Field(
         "loss", description="k3 in the loss, or k1 on the reward of each token."
     )
-    kl_clamp: Annotated[float, Field(gt=0), IsNumber] | None = Field(
+    kl_clamp: PositiveNumber | None = Field(
         10.0, description="Tokens below the reference with k3 above this get no KL gradient; null is off."
     )
-    target_kl: Annotated[float, Field(gt=0), IsNumber] | None = Field(
+    target_kl: PositiveNumber | None = Field(
         None,
         description="Stop the remaining epochs once the approximate KL of an epoch exceeds this; null is off.",
     )
@@ -448,10 +447,8 @@ class PPOConfig(Section):
         True,
         description="Weight units by the capped ratio of trainer to engine probability when engine log-probs of another engine are given.",
     )
-    vllm_importance_sampling_cap: Annotated[float, Field(gt=0), IsNumber] = Field(
-        2.0, description="Cap of that weight."
-    )
-    vllm_max_logprob_gap: Annotated[float, Field(gt=0), IsNumber] = Field(
+    vllm_importance_sampling_cap: PositiveNumber = Field(2.0, description="Cap of that weight.")
+    vllm_max_logprob_gap: PositiveNumber = Field(
         0.1, description="Warn when the mean gap of engine and trainer log-probs exceeds this (nats)."
     )
     vllm_max_clip_fraction: Fraction = Field(
@@ -563,9 +560,7 @@ class EvaluationConfig(Section):
     decoding: list[Literal["greedy", "sampled"]] = Field(
         ["greedy"], min_length=1, description="Decodings; the first one is the headline score."
     )
-    temperature: Annotated[float, Field(gt=0), IsNumber] = Field(
-        1.0, description="Temperature of sampled decoding."
-    )
+    temperature: PositiveNumber = Field(1.0, description="Temperature of sampled decoding.")
     seed: NonNegative = Field(
         1_000_003,
         description="Seed of the evaluation tasks and of the sampling in them, the same for every policy, variant and seed: differences are sharper for it, and all scores share an error that no interval over seeds shows.",

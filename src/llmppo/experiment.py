@@ -118,17 +118,15 @@ def variant_config(experiment: ExperimentConfig, variant: str, source: str = "co
     return resolved
 
 
-def twins(experiment: ExperimentConfig) -> list[str]:
-    """A warning for each variant whose resolved settings are those of an earlier one; its chains can't differ.
+def twins(variants: Mapping[str, ExperimentConfig]) -> list[str]:
+    """A warning for each of the resolved variants whose settings are those of an earlier one; its chains can't differ.
 
     That is no error: where vLLM samples, two runs of one setting show how much it varies.
     """
     first: dict[str, str] = {}
     warnings = []
-    for variant in experiment.variants:
-        settings = canonical_json(
-            variant_config(experiment, variant).model_dump(mode="json", exclude={"variants"})
-        )
+    for variant, config in variants.items():
+        settings = canonical_json(config.model_dump(mode="json", exclude={"variants"}))
         if settings in first:
             warnings.append(
                 f"warning: variants.{variant}: its settings are those of variant `{first[settings]}`, so both train the same "

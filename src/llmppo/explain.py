@@ -72,16 +72,16 @@ def explain(error: ValidationError, source: str) -> ConfigError:
             message = "is required"
         elif location[-1:] == ("[key]",):
             key = ".".join(str(part) for part in location[:-2])
-            message = f"the name {_shown(location[-2])} is no text"
-            if key == "variants":
-                message = f"the name {_shown(location[-2])} can't be a folder; a name {NAMES}, {VARIANTS}"
+            fault_of = f"can't be a folder; a name {NAMES}, {VARIANTS}" if key == "variants" else "is no text"
+            message = f"the name {_shown(location[-2])} {fault_of}"
         elif location[:1] == ("variants",) and fault["type"] in ("dict_type", "too_short"):
             found = "nothing stands there" if fault["input"] is None else f"got {_shown(fault['input'])}"
-            message = (
-                f"names with what each overrides ({found}), {VARIANTS}"
+            wanted = (
+                "names with what each overrides"
                 if len(location) == 1
-                else (f"sections with the keys that it overrides, or {{}} ({found}), {VARIANTS}")
+                else "sections with the keys that it overrides, or {}"
             )
+            message = f"{wanted} ({found}), {VARIANTS}"
         elif fault["type"] == "string_pattern_mismatch":
             message = f"{message}; a name {NAMES} (got {_shown(fault['input'])})"
         elif not isinstance(fault["input"], (dict, Section)):

@@ -6,8 +6,8 @@ imports a model library.
 
 import json
 import os
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -223,11 +223,16 @@ class Plan:
         given = [] if dataset is None else [path for path in (dataset.train, dataset.eval) if path]
         return [str(file) for path in given for file in files_of(path)]
 
+    @cached_property
+    def _fingerprint(self) -> Callable[[tuple[str, ...]], str]:
+        """`fingerprint`, which reads what several variants and seeds use once."""
+        return cache(fingerprint)
+
     def base_model_content(self, variant: str) -> str:
-        return fingerprint(self.base_model_sources(variant))
+        return self._fingerprint(tuple(self.base_model_sources(variant)))
 
     def dataset_content(self, variant: str) -> str:
-        return fingerprint(self.dataset_sources(variant))
+        return self._fingerprint(tuple(self.dataset_sources(variant)))
 
     def maker(self, variant: str, seed: int) -> str:
         """Hash of all that a chain's numbers are made with: its config but for its length, code and data of the user's."""

@@ -299,7 +299,7 @@ def run_experiment(
         os.environ[HELD] = plan.layout.lock
         write_text(copy, yaml.safe_dump(values, sort_keys=False))
         log = copy.with_suffix(".log")
-        _say("\n".join([plan.summary(), *twins(plan.experiment), f"Snakemake's log: {log}"]))
+        _say("\n".join([plan.summary(), *twins(plan.variants), f"Snakemake's log: {log}"]))
         status, reader = follow(
             [
                 *command, "--configfile", str(copy), *settings, "--nolock", *snakemake_args,

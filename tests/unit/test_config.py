@@ -20,6 +20,7 @@ from llmppo.experiment import (
     twins,
     variant_config,
 )
+from llmppo.plan import Plan
 from llmppo.schema import json_schema, key_reference
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -186,9 +187,14 @@ def test_variants_with_the_same_settings_are_warned_of() -> None:
         "default": {"ppo": {"clip_coef": PPOConfig().clip_coef}},
         "wide": {"ppo": {"clip_coef": 0.3}},
     }
-    (warning,) = twins(parse_experiment({**TINY, "variants": variants}))
+    (warning,) = twins(Plan(parse_experiment({**TINY, "variants": variants})).variants)
     assert warning.startswith("warning: variants.default: its settings are those of variant `main`")
-    assert twins(parse_experiment({**TINY, "variants": {"main": {}, "again": {"replays": "main"}}})) == []
+    assert (
+        twins(
+            Plan(parse_experiment({**TINY, "variants": {"main": {}, "again": {"replays": "main"}}})).variants
+        )
+        == []
+    )
 
 
 def test_variants_override_nested_keys_and_keep_the_rest() -> None:
